@@ -1,0 +1,98 @@
+// Chooses the kernel table once, at the first call.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "params.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace kvq {
+
+namespace scalar {
+const Kernels& table();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+const Kernels& table();
+}
+namespace avx512 {
+const Kernels& table();
+}
+namespace avx512_vnni {
+const Kernels& table();
+}
+#elif defined(__aarch64__)
+namespace neon {
+const Kernels& table();
+}
+namespace neon_dot {
+const Kernels& table();
+}
+#endif
+
+namespace {
+
+struct Isa {
+  const char* name;
+  bool runs;  // on this processor
+  const Kernels& (*table)();
+};
+
+#if defined(__x86_64__)
+// F16C came before AVX2 in every processor that has both.
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#elif defined(__aarch64__)
+bool has_dot() {
+#if defined(__APPLE__)
+  return true;
+#else
+  return (getauxval(AT_HWCAP) & (1UL << 20)) != 0;  // HWCAP_ASIMDDP
+#endif
+}
+#endif
+
+const Kernels& choose() {
+  // Best last.
+  const Isa isas[] = {
+      {"scalar", true, scalar::table},
+#if defined(__x86_64__)
+      {"avx2", has_avx2(), avx2::table},
+      {"avx512", has_avx512(), avx512::table},
+      {"avx512_vnni", has_avx512() && __builtin_cpu_supports("avx512vnni"), avx512_vnni::table},
+#elif defined(__aarch64__)
+      {"neon", true, neon::table},
+      {"neon_dot", has_dot(), neon_dot::table},
+#endif
+  };
+  const char* wanted = std::getenv("KVQ_CPU_ISA");
+  const Isa* best = nullptr;
+  std::string runnable;
+  for (const Isa& isa : isas) {
+    if (!isa.runs) continue;
+    runnable += (runnable.empty() ? "" : ", ") + std::string(isa.name);
+    if (!wanted || !*wanted || std::string(wanted) == isa.name) best = &isa;
+  }
+  if (!best) {
+    throw std::runtime_error("kvq: KVQ_CPU_ISA must name an instruction set of this processor (" + runnable +
+                             "), got '" + wanted + "'");
+  }
+  return best->table();
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace kvq
