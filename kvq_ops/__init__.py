@@ -1,0 +1,22 @@
+"""PyTorch ops for decoding over a quantized key-value cache, whole under torch.compile.
+
+``append`` quantises new rows into a cache, ``attend`` reads it as it is; :class:`QuantizedKVCache` holds one layer's.
+"""
+
+from kvq_ops.cache import QuantizedKVCache
+from kvq_ops.format import FORMATS, CacheFormat, SideFormat, get_format
+from kvq_ops.native import library_path
+from kvq_ops.ops import append, attend, cpu_isa
+
+__all__ = [
+    "FORMATS",
+    "CacheFormat",
+    "QuantizedKVCache",
+    "SideFormat",
+    "append",
+    "attend",
+    "cpu_isa",
+    "get_format",
+    "library_path",
+]
+__version__ = "0.1.0"

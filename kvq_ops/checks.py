@@ -1,0 +1,247 @@
+"""Every rejection, in one wording: ``<op>: <argument> must <requirement>, got <value>``.
+
+Ops raise ``RuntimeError`` with the same text from the fake and from the C++ kernels; :class:`QuantizedKVCache` raises
+``ValueError`` for what it refuses itself. Functions named after an op read shapes, dtypes, strides and devices only,
+so they trace with symbolic sizes; what needs the data (lengths against capacity and tokens) is the kernels' to check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from kvq_ops.format import MAX_HEAD_DIM, MIN_HEAD_DIM, CacheFormat, Part, get_format
+
+__all__ = ["append", "attend", "cache_format", "cache_sizes", "reorder_index", "state", "truncate_lengths"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STATE_VERSION = 1
+
+
+def _fail(op: str, argument: str, requirement: str, got: object) -> NoReturn:
+    raise RuntimeError(f"{op}: {argument} must {requirement}, got {got}")
+
+
+def _refuse(method: str, argument: str, requirement: str, got: object) -> NoReturn:
+    raise ValueError(f"{method}: {argument} must {requirement}, got {got}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return str(list(sizes))
+
+
+def _head_dim_fits(head_dim: int) -> bool:
+    return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0
+
+
+HEAD_DIM = f"have an even head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+
+
+def _format(op: str, name: str) -> CacheFormat:
+    try:
+        return get_format(name)
+    except ValueError as error:
+        raise RuntimeError(f"{op}: {error}") from None
+
+
+def _rows(op: str, argument: str, rows: Tensor, layouts: dict[int, str]) -> None:
+    """A query or a key: one of the layouts by number of dimensions, a float dtype, a head_dim that fits."""
+    if rows.dim() not in layouts:
+        _fail(op, argument, f"have shape {' or '.join(layouts.values())}", _shape(rows.shape))
+    if rows.dtype not in FLOATS:
+        _fail(op, argument, "be float32, bfloat16 or float16", _name(rows.dtype))
+    if not _head_dim_fits(rows.shape[-1]):
+        _fail(op, argument, HEAD_DIM, rows.shape[-1])
+
+
+def _codes_layout(op: str, key_codes: Tensor) -> None:
+    if key_codes.dim() != 4:
+        _fail(op, "key_codes", "have 4 dimensions [batch, heads_kv, max_tokens, row bytes]", _shape(key_codes.shape))
+
+
+def _like(op: str, argument: str, tensor: Tensor, part: Part, device: torch.device) -> None:
+    if _name(tensor.dtype) != part.dtype:
+        _fail(op, argument, f"be {part.dtype}", _name(tensor.dtype))
+    if tensor.shape != part.shape:
+        _fail(op, argument, f"have shape {_shape(part.shape)}", _shape(tensor.shape))
+    if not argument.endswith("scales") and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        _fail(op, argument, "be contiguous in its last dimension", f"stride {tensor.stride(-1)}")
+    if tensor.device != device:
+        _fail(op, argument, f"be on {device}", tensor.device)
+
+
+def _parts(op: str, format: CacheFormat, rows: Tensor, heads_kv: int, *parts: Tensor) -> None:
+    """Every part of the cache, lengths last, against the format, for rows [B, ..., D] and the capacity of key_codes."""
+    batch, head_dim, max_tokens = rows.shape[0], rows.shape[-1], parts[0].shape[2]
+    expected = format.parts(batch, heads_kv, head_dim, max_tokens)
+    expected["lengths"] = Part((batch,), "int32")
+    for (name, part), tensor in zip(expected.items(), parts, strict=True):
+        _like(op, name, tensor, part, rows.device)
+
+
+def _absent(op: str, format: CacheFormat, **parts: Tensor | None) -> None:
+    for name, part in parts.items():
+        if part is not None:
+            _fail(op, name, f"be None for format {format.name}", "a tensor")
+
+
+def append(
+    op: str,
+    key_codes: Tensor,
+    key_scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    format: str,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
+) -> None:
+    """What ``kvq::append`` refuses without reading data."""
+    cache = _format(op, format)
+    _rows(op, "key", key, {4: "[batch, heads_kv, tokens, head_dim]"})
+    _codes_layout(op, key_codes)
+    if value.dtype != key.dtype:
+        _fail(op, "value", f"be {_name(key.dtype)} like key", _name(value.dtype))
+    if value.shape != key.shape:
+        _fail(op, "value", f"have shape {_shape(key.shape)} like key", _shape(value.shape))
+    if value.device != key.device:
+        _fail(op, "value", f"be on {key.device}", value.device)
+    _parts(op, cache, key, key.shape[1], key_codes, key_scales, value_codes, value_scales, lengths)
+    _absent(op, cache, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
+
+
+def attend(
+    op: str,
+    query: Tensor,
+    key_codes: Tensor,
+    key_scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    lengths: Tensor,
+    format: str,
+    scale: float | None = None,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
+) -> None:
+    """What ``kvq::attend`` and ``kvq::attend_lse`` refuse without reading data."""
+    cache = _format(op, format)
+    _rows(op, "query", query, {3: "[batch, heads_q, head_dim]", 4: "[batch, heads_q, tokens, head_dim]"})
+    _codes_layout(op, key_codes)
+    heads_kv = key_codes.shape[1]
+    if heads_kv == 0:
+        _fail(op, "key_codes", "have at least 1 head", heads_kv)
+    if query.shape[1] % heads_kv != 0:
+        got = f"{query.shape[1]} (heads_kv {heads_kv})"
+        _fail(op, "query", "have a multiple of the cache's heads_kv heads", got)
+    _parts(op, cache, query, heads_kv, key_codes, key_scales, value_codes, value_scales, lengths)
+    _absent(op, cache, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
+    if scale is not None and not math.isfinite(scale):
+        _fail(op, "scale", "be finite", scale)
+
+
+def cache_format(bits: int, format: str | CacheFormat | None) -> CacheFormat:
+    """The format that a cache's constructor asks for: ``format``, else the row format of that many bits."""
+    try:
+        if format is not None:
+            return get_format(format)
+    except ValueError as error:
+        raise ValueError(f"QuantizedKVCache: {error}") from None
+    if bits not in (4, 8):
+        _refuse("QuantizedKVCache", "bits", "be 4 or 8", repr(bits))
+    return get_format(f"int{bits}")
+
+
+def cache_sizes(batch: int, heads_kv: int, head_dim: int, max_tokens: int, dtype: torch.dtype) -> None:
+    """The sizes and the dtype that a cache's constructor takes."""
+    sizes = {"batch": batch, "heads_kv": heads_kv, "head_dim": head_dim, "max_tokens": max_tokens}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            _refuse("QuantizedKVCache", name, "be an int", repr(size))
+        if name == "head_dim" and not _head_dim_fits(size):
+            _refuse("QuantizedKVCache", name, f"be even and from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}", size)
+        if size < 1:
+            _refuse("QuantizedKVCache", name, "be at least 1", size)
+    if dtype not in FLOATS:
+        got = _name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        _refuse("QuantizedKVCache", "dtype", "be float32, bfloat16 or float16", got)
+
+
+def _numbers(method: str, argument: str, numbers: object, dtypes: tuple[torch.dtype, ...], batch: int) -> list[int]:
+    """The values of an integer tensor [batch], by a host read."""
+    kinds = " or ".join(map(_name, dtypes))
+    if not isinstance(numbers, Tensor):
+        _refuse(method, argument, f"be a tensor of {kinds}", type(numbers).__name__)
+    if numbers.dtype not in dtypes:
+        _refuse(method, argument, f"be {kinds}", _name(numbers.dtype))
+    if numbers.shape != (batch,):
+        _refuse(method, argument, f"have shape {[batch]}", _shape(numbers.shape))
+    values: list[int] = numbers.tolist()
+    return values
+
+
+def truncate_lengths(lengths: int | Tensor, current: Tensor) -> list[int]:
+    """The new length of each sequence: at most the current one."""
+    method, held = "QuantizedKVCache.truncate", current.tolist()
+    if isinstance(lengths, int) and not isinstance(lengths, bool):
+        if not 0 <= lengths <= max(held):
+            _refuse(method, "lengths", f"lie in 0..{max(held)}, the longest sequence's", lengths)
+        return [min(lengths, length) for length in held]
+    if not isinstance(lengths, Tensor):
+        _refuse(method, "lengths", f"be an int or an int32 tensor of shape {[len(held)]}", repr(lengths))
+    wanted = _numbers(method, "lengths", lengths, (torch.int32,), len(held))
+    for b, (new, length) in enumerate(zip(wanted, held, strict=True)):
+        if not 0 <= new <= length:
+            _refuse(method, "lengths", f"lie in 0..{length} at {b}, the sequence's own", new)
+    return wanted
+
+
+def reorder_index(index: Tensor, batch: int) -> list[int]:
+    """The sequence that each sequence is replaced by."""
+    method = "QuantizedKVCache.reorder"
+    sources = _numbers(method, "index", index, (torch.int64, torch.int32), batch)
+    for b, source in enumerate(sources):
+        if not 0 <= source < batch:
+            _refuse(method, "index", f"lie in 0..{batch - 1}", f"{source} at {b}")
+    return sources
+
+
+def state(given: Mapping[str, Any], facts: Mapping[str, Any], format: CacheFormat, max_tokens: int) -> list[int]:
+    """A saved state against the cache that takes it, its lengths returned.
+
+    ``facts`` are the entries that must be equal; every other entry is a tensor whose shape follows from them."""
+    method = "QuantizedKVCache.load_state"
+    batch, heads_kv, head_dim = facts["batch"], facts["heads_kv"], facts["head_dim"]
+    names = [*facts, "lengths", *format.parts(batch, heads_kv, head_dim, 0)]
+    if not isinstance(given, Mapping) or sorted(given) != sorted(names):
+        got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        _refuse(method, "state", f"have the entries {sorted(names)}", got)
+    for name, fact in facts.items():
+        if given[name] != fact:
+            _refuse(method, name, f"be {fact}", given[name])
+    lengths = _numbers(method, "lengths", given["lengths"], (torch.int32,), batch)
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= max_tokens:
+            _refuse(method, "lengths", f"lie in 0..{max_tokens}, the capacity", f"{length} at {b}")
+    for name, part in format.parts(1, heads_kv, head_dim, sum(lengths)).items():
+        tensor, shape = given[name], part.shape[1:]
+        if not isinstance(tensor, Tensor):
+            _refuse(method, name, "be a tensor", type(tensor).__name__)
+        if _name(tensor.dtype) != part.dtype:
+            _refuse(method, name, f"be {part.dtype}", _name(tensor.dtype))
+        if tensor.shape != shape:
+            _refuse(method, name, f"have shape {_shape(shape)}", _shape(tensor.shape))
+    return lengths
