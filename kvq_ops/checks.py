@@ -87,10 +87,10 @@ def _parts(op: str, format: CacheFormat, rows: Tensor, heads_kv: int, *parts: Te
         _like(op, name, tensor, part, rows.device)
 
 
-def _absent(op: str, format: CacheFormat, **parts: Tensor | None) -> None:
+def _absent(op: str, format: str, **parts: Tensor | None) -> None:
     for name, part in parts.items():
         if part is not None:
-            _fail(op, name, f"be None for format {format.name}", "a tensor")
+            _fail(op, name, f"be None for format {format}", "a tensor")
 
 
 def append(
@@ -119,7 +119,7 @@ def append(
     if value.device != key.device:
         _fail(op, "value", f"be on {key.device}", value.device)
     _parts(op, cache, key, key.shape[1], key_codes, key_scales, value_codes, value_scales, lengths)
-    _absent(op, cache, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
+    _absent(op, format, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
 
 
 def attend(
@@ -148,7 +148,7 @@ def attend(
         got = f"{query.shape[1]} (heads_kv {heads_kv})"
         _fail(op, "query", "have a multiple of the cache's heads_kv heads", got)
     _parts(op, cache, query, heads_kv, key_codes, key_scales, value_codes, value_scales, lengths)
-    _absent(op, cache, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
+    _absent(op, format, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
     if scale is not None and not math.isfinite(scale):
         _fail(op, "scale", "be finite", scale)
 
