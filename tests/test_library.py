@@ -21,7 +21,6 @@ PUBLIC = [
     "CacheFormat",
     "QuantizedKVCache",
     "SideFormat",
-    "__version__",
     "append",
     "attend",
     "cpu_isa",
