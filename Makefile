@@ -30,7 +30,7 @@ help:
 	@echo 'make test        the tests; test-slow: those that take minutes'
 	@echo 'make check       format, lint and types; format: mends the format'
 	@echo 'make sanitize    the kernels under ASan and UBSan'
-	@echo 'make bench       the benchmarks'
+	@echo 'make bench       attend on the CPU, beside the memory limit and the peers that are installed'
 	@echo 'make build       the compiled library, $(LIBRARY)'
 	@echo 'make clean       removes what was built, but .venv'
 
@@ -63,7 +63,7 @@ demo: $(LIBRARY) $(STAMPS)/demo
 	$(BIN)/python -m examples.demo $(ARGS)
 
 bench: $(LIBRARY) $(STAMPS)/test
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.attend_cpu $(or $(ARGS),--quick)
 
 clean:
 	rm -rf build dist $(LIBRARY) .mypy_cache .pytest_cache .ruff_cache
@@ -83,7 +83,8 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kvq_ops needs Python 3.10 or newer: PYTHON=...")'
 	@if $(PYTHON) -c 'import ensurepip' 2> /dev/null; then $(PYTHON) -m venv $(VENV); \
 	elif $(PYTHON) -m pip --version > /dev/null 2>&1; then \
-	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install -qq pip; \
+	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip install -qq --upgrade pip --target \
+	    "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	elif command -v uv > /dev/null; then uv venv --quiet --seed --python $(PYTHON) $(VENV); \
 	else echo 'kvq_ops needs a Python that can make environments: with ensurepip (python3-venv), pip or uv' >&2; exit 1; fi
 
