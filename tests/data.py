@@ -1,7 +1,7 @@
 """Three kinds of keys, values and queries, from harmless to hostile.
 
-normal: everything N(0, 1). outlier: keys as RoPE models have them (four channels with means of 8 to 16 sigma on slow
-pairs, log-normal channel scales), a dozen keys that each query head matches strongly, a sink at token 0, heavy-tailed
+normal: everything N(0, 1). outlier: keys as RoPE models have them (up to four channels, all of the slowest quarter of
+pairs, with means of 8 to 16 sigma; log-normal channel scales), a dozen keys that each query head matches strongly, a sink at token 0, heavy-tailed
 values. extreme: the same with means of 40 to 80 sigma.
 """
 
@@ -32,7 +32,7 @@ def raise_logits(key: Tensor, query: Tensor, at: Tensor, probability: Tensor) ->
     key[at] += ((wanted - logits[at]) * math.sqrt(query.shape[0]) / query.square().sum())[:, None] * query
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=128)
 def make(
     kind: str, batch: int, heads_q: int, heads_kv: int, head_dim: int, tokens: int, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,13 +50,13 @@ def make(
     if kind == "normal":
         return query.float(), key.float(), value.float()
     low, high = {"outlier": (8.0, 16.0), "extreme": (40.0, 80.0)}[kind]
-    half, slow = head_dim // 2, max(head_dim // 8, 4)
+    half, slow = head_dim // 2, head_dim // 8
     means = torch.zeros(batch, heads_kv, head_dim, dtype=torch.float64)
     for row in means.flatten(0, 1):
         channels = half - 1 - torch.randperm(slow, generator=generator)[:4]
-        channels += half * torch.randint(0, 2, (4,), generator=generator)
-        sizes = low + (high - low) * torch.rand(4, generator=generator, dtype=torch.float64)
-        row[channels] = sizes * normal(4).sign()
+        channels += half * torch.randint(0, 2, channels.shape, generator=generator)
+        sizes = low + (high - low) * torch.rand(channels.shape, generator=generator, dtype=torch.float64)
+        row[channels] = sizes * normal(*channels.shape).sign()
     key = key * (0.3 * normal(batch, heads_kv, 1, head_dim)).exp() + means[:, :, None]
     key = rope(key, torch.arange(tokens, dtype=torch.float64))
     query = rope(query[:, :, None], torch.tensor([tokens], dtype=torch.float64))[:, :, 0]
