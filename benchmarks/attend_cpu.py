@@ -22,7 +22,18 @@ from typing import Any
 import torch
 
 from benchmarks import bandwidth, peers, report
-from benchmarks.common import COLD_BYTES, GEOMETRIES, Case, Contender, Geometry, cache_size, machine, relative_error
+from benchmarks.common import (
+    COLD_BYTES,
+    GEOMETRIES,
+    Case,
+    Contender,
+    Geometry,
+    cache_size,
+    csv,
+    geometries,
+    machine,
+    relative_error,
+)
 from benchmarks.timing import Entry, measure
 
 DEFAULT_TOKENS = {"G1": (512, 2048, 8192), "G2": (1024, 4096, 16384), "G3": (512, 4096)}
@@ -30,14 +41,13 @@ QUICK_TOKENS = {"G1": (8192,), "G2": (4096,), "G3": (4096,)}
 QUERY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def csv(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
-
-
 def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--geometry", type=csv, default=list(GEOMETRIES), help=f"of {', '.join(GEOMETRIES)}; default all"
+        "--geometry",
+        type=geometries,
+        default=list(GEOMETRIES.values()),
+        help=f"of {', '.join(GEOMETRIES)}; default all",
     )
     parser.add_argument("--tokens", type=csv, help="cache lengths, or all (default: up to 16384)")
     parser.add_argument("--threads", type=csv, default=["1", "2"])
@@ -51,9 +61,6 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="PNG")
     parser.add_argument("--quick", action="store_true", help="one length for each geometry, cold")
     arguments = parser.parse_args(argv)
-    for name in arguments.geometry:
-        if name not in GEOMETRIES:
-            parser.error(f"--geometry must be of {', '.join(GEOMETRIES)}, got {name}")
     for name in arguments.query:
         if name not in QUERY_DTYPES:
             parser.error(f"--query must be of {', '.join(QUERY_DTYPES)}, got {name}")
@@ -149,7 +156,7 @@ def main(argv: list[str] | None = None) -> list[report.Row]:
         run["bandwidth"] = {count: bandwidth.read_by_footprint(count, footprints(cold)) for count in threads}
     print(report.preamble(run), flush=True)
     rows: list[report.Row] = []
-    for geometry in map(GEOMETRIES.__getitem__, arguments.geometry):
+    for geometry in arguments.geometry:
         for tokens in lengths(geometry, arguments):
             for mode in arguments.mode:
                 for count in threads:

@@ -55,19 +55,20 @@ def arena(nbytes: int) -> torch.Tensor:
 
 
 def read_by_footprint(threads: int, footprints: Iterable[int], window: int = 8 << 20) -> dict[int, float]:
-    """Median read bandwidth in GB/s by footprint: ``window`` bytes a call, walking through the footprint.
+    """Median read bandwidth in GB/s by footprint: at most ``window`` bytes a call, walking through the footprint.
 
     Shows from which footprint on reads come from memory, whatever the caches say they hold."""
     read, result = library().kvq_read, {}
     for footprint in footprints:
         memory = arena(footprint)
-        starts = range(memory.data_ptr(), memory.data_ptr() + footprint - window + 1, window)
+        nbytes = min(window, footprint)
+        starts = range(memory.data_ptr(), memory.data_ptr() + footprint - nbytes + 1, nbytes)
         seconds = []
         for round_ in range(1 + max(2, 64 // len(starts))):
             for start in starts:
                 begin = time.perf_counter()
-                read(start, window, threads)
+                read(start, nbytes, threads)
                 if round_:
                     seconds.append(time.perf_counter() - begin)
-        result[footprint] = window / statistics.median(seconds) / 1e9
+        result[footprint] = nbytes / statistics.median(seconds) / 1e9
     return result

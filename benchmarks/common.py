@@ -158,6 +158,16 @@ def cache_size(level: int) -> int:
     return 0
 
 
+def csv(text: str) -> list[str]:
+    """An argument of comma-separated values."""
+    return [part for part in text.split(",") if part]
+
+
+def geometries(text: str) -> list[Geometry]:
+    """An argument of comma-separated geometries by name."""
+    return [GEOMETRIES[name] for name in csv(text)]
+
+
 def kvq_isa() -> str:
     """The instruction set that kvq_ops runs on, or why that is unknown."""
     try:

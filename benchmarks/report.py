@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,19 @@ def cells(rows: list[Row]) -> Iterator[tuple[tuple[str, int, int, str], Cell]]:
     yield from ((key, Cell(group)) for key, group in grouped.items())
 
 
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table with aligned columns, the first to the left."""
+    lines = [header, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(header))]
+
+    def line(values: Sequence[str]) -> str:
+        first, *others = zip(values, widths, strict=True)
+        return " | ".join([first[0].ljust(first[1]), *(value.rjust(width) for value, width in others)])
+
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return "\n".join([f"| {line(header)} |", f"|{rule}|", *(f"| {line(row)} |" for row in lines[1:])])
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 1e-2 else f"{seconds * 1e3:.1f}"
 
@@ -105,7 +118,7 @@ def plural(threads: int) -> str:
 
 
 def table(cell: Cell) -> str:
-    """One cell for the terminal: medians with interquartile range, fastest block, ratios to the floors and the peers."""
+    """One cell for the terminal: medians, interquartile range, fastest block, ratios to the floors and the peers."""
     first = cell.rows[0]
     columns = ("ms", "IQR", "best", "GB/s", "own floor", "int8 floor", "vs peer", "vs 4-bit", "error")
     widths = (9, 6, 9, 7, 11, 11, 9, 9, 9)

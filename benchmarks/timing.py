@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ class Entry:
     """The entry that is timed shortly before this one in every round, and that this one is compared to."""
     settle: float = 0.0
     """Seconds for which its threads go on spinning after a call; the next entry waits so long."""
+    keep: Sequence[Any] = ()
+    """What must outlive the calls."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Timing:
     def of(cls, measurements: Sequence[Measurement]) -> Timing:
         (merged,) = Measurement.merge(measurements)
         return cls(merged.median, merged.iqr, min(merged.times), len(merged.times))
+
+
+def samples(call: Callable[[], Any], count: int) -> list[float]:
+    """Seconds of each of ``count`` single calls: for the tail of the distribution, which blocks average away."""
+    return timeit.Timer(call).repeat(count, 1)
 
 
 def measure(entries: Mapping[str, Entry], *, threads: int, rounds: int = 5, seconds: float = 0.1) -> dict[str, Timing]:
