@@ -23,8 +23,13 @@ struct Codec8 {
   static constexpr int kVectors = 1;
   static constexpr int kOffset = 0;  // what a lane holds more than its code
   static I16 load(const uint8_t* p) { return load_signed(p); }
+  static KeyCode load_key(const uint8_t* p) { return load_key_signed(p); }
   template <int V>
   static I16 vector(I16 bytes) {
+    return bytes;
+  }
+  template <int V>
+  static KeyCode key_vector(KeyCode bytes) {
     return bytes;
   }
 };
@@ -34,9 +39,14 @@ struct Codec4 {
   static constexpr int kVectors = 2;
   static constexpr int kOffset = 8;
   static I16 load(const uint8_t* p) { return load_unsigned(p); }
+  static KeyCode load_key(const uint8_t* p) { return load_key_unsigned(p); }
   template <int V>
   static I16 vector(I16 bytes) {
     return V == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
+  }
+  template <int V>
+  static KeyCode key_vector(KeyCode bytes) {
+    return V == 0 ? key_low_nibbles(bytes) : key_high_nibbles(bytes);
   }
 };
 

@@ -50,6 +50,9 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+bool has_vnni() {
+  return has_avx512() && __builtin_cpu_supports("avx512vnni");
+}
 #elif defined(__aarch64__)
 bool has_dot() {
 #if defined(__APPLE__)
@@ -67,7 +70,7 @@ const Kernels& choose() {
 #if defined(__x86_64__)
       {"avx2", has_avx2(), avx2::table},
       {"avx512", has_avx512(), avx512::table},
-      {"avx512_vnni", has_avx512() && __builtin_cpu_supports("avx512vnni"), avx512_vnni::table},
+      {"avx512_vnni", has_vnni(), avx512_vnni::table},
 #elif defined(__aarch64__)
       {"neon", true, neon::table},
       {"neon_dot", has_dot(), neon_dot::table},

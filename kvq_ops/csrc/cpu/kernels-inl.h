@@ -77,7 +77,7 @@ void prepare_query(const AttendParams& p, const LanePlan& plan, int64_t b, int64
   const int64_t head = h * p.group() + r % p.group();
   load_row(p.query.row(b, head, r / p.group()), p.query.dtype, p.query.stride_dim, p.head_dim, x);
   // 127 * 32767 * 512 and 15 * 32767 * 1024 stay inside int32; int8 keys of longer heads take one bit less.
-  const int limit = plan.bits == 8 && p.head_dim > 512 ? 16383 : 32767;
+  const int limit = plan.bits == 8 && p.head_dim > 512 ? kQueryLimit / 2 : kQueryLimit;
   *scale = quantize_row(x, p.head_dim, limit, code) * p.scale;
   int32_t total = 0;
   for (int64_t i = 0; i < p.head_dim; ++i) total += code[i];
@@ -89,6 +89,7 @@ void prepare_query(const AttendParams& p, const LanePlan& plan, int64_t b, int64
       codes[i] = plan.channel[i] < 0 ? int16_t{0} : static_cast<int16_t>(code[plan.channel[i]]);
     }
   }
+  arrange_query(codes, plan.width);
 }
 
 // ------------------------------------------------------------------------------------------------------- tiles
@@ -106,26 +107,26 @@ struct Block {
 template <class Codec, int ROWS, int TOKENS>
 inline void key_tile(const Block& keys, int64_t j, const LanePlan& plan, const int16_t* query, int32_t* logits) {
   const uint8_t* row[TOKENS];
-  I32 sum[ROWS][TOKENS];
+  KeySum sum[ROWS][TOKENS];
   KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) row[t] = keys.row(j + t);
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = zero_i32();
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = zero_key_sum();
   }
   const int16_t* q = query;
   for (int64_t s = 0; s < plan.steps; ++s) {
     const int64_t offset = plan.offset[s];
-    I16 bytes[TOKENS], code[TOKENS];
-    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) bytes[t] = Codec::load(row[t] + offset);
-    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template vector<0>(bytes[t]);
+    KeyCode bytes[TOKENS], code[TOKENS];
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) bytes[t] = Codec::load_key(row[t] + offset);
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template key_vector<0>(bytes[t]);
     KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-      const I16 x = load_i16(q + r * plan.width);
-      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = dot(sum[r][t], code[t], x);
+      const KeyQuery x = load_query(q + r * plan.width);
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = dot_key(sum[r][t], code[t], x);
     }
     if (Codec::kVectors == 2) {
-      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template vector<1>(bytes[t]);
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template key_vector<1>(bytes[t]);
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const I16 x = load_i16(q + r * plan.width + kLanes);
-        KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = dot(sum[r][t], code[t], x);
+        const KeyQuery x = load_query(q + r * plan.width + kLanes);
+        KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = dot_key(sum[r][t], code[t], x);
       }
     }
     q += Codec::kVectors * kLanes;
@@ -133,14 +134,14 @@ inline void key_tile(const Block& keys, int64_t j, const LanePlan& plan, const i
   if (TOKENS >= 4) {
     KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
       KVQ_UNROLL for (int t = 0; t + 3 < TOKENS; t += 4) {
-        sum4(sum[r][t], sum[r][t + 1], sum[r][t + 2], sum[r][t + 3], logits + r * kBlockTokens + j + t);
+        sum4_keys(sum[r][t], sum[r][t + 1], sum[r][t + 2], sum[r][t + 3], logits + r * kBlockTokens + j + t);
       }
     }
   } else {
     KVQ_UNROLL for (int r = 0; r < ROWS; r += 2) {
       const int next = r + 1 < ROWS ? r + 1 : r, last = TOKENS - 1;
       int32_t four[4];
-      sum4(sum[r][0], sum[r][last], sum[next][0], sum[next][last], four);
+      sum4_keys(sum[r][0], sum[r][last], sum[next][0], sum[next][last], four);
       KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
         logits[r * kBlockTokens + j + t] = four[t];
         logits[next * kBlockTokens + j + t] = four[next == r ? t : 2 + t];

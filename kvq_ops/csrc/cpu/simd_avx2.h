@@ -59,6 +59,9 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
 }
 
+// ---- products of keys and queries
+#include "key_i16-inl.h"
+
 // ---- int32
 inline I32 load_i32(const int32_t* p) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));

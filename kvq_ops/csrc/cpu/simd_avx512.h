@@ -1,5 +1,5 @@
-// The alphabet of AVX-512 (F, BW, DQ, VL), with VNNI where the compiler may use it: 32 int16 lanes, 16 int32 or fp32
-// lanes. See simd_scalar.h for what each word means.
+// The alphabet of AVX-512 (F, BW, DQ, VL), with VNNI where the including file says KVQ_VNNI: 32 int16 lanes, 16 int32
+// or fp32 lanes. See simd_scalar.h for what each word means.
 #pragma once
 
 #include "params.h"
@@ -24,7 +24,7 @@ inline I32 zero_i32() {
   return _mm512_setzero_si512();
 }
 inline I32 dot(I32 sum, I16 a, I16 b) {
-#ifdef __AVX512VNNI__
+#ifdef KVQ_VNNI
   return _mm512_dpwssd_epi32(sum, a, b);
 #else
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
@@ -70,6 +70,9 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   const __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
 }
+
+// ---- products of keys and queries
+#include "key_i16-inl.h"
 
 // ---- int32
 inline I32 load_i32(const int32_t* p) {

@@ -91,6 +91,9 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   }
 }
 
+// ---- products of keys and queries
+#include "key_i16-inl.h"
+
 // ---- int32
 inline I32 load_i32(const int32_t* p) {
   I32 x;
