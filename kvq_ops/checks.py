@@ -225,13 +225,14 @@ def state(given: Mapping[str, Any], facts: Mapping[str, Any], format: CacheForma
     ``facts`` are the entries that must be equal; every other entry is a tensor whose shape follows from them."""
     method = "QuantizedKVCache.load_state"
     batch, heads_kv, head_dim = facts["batch"], facts["heads_kv"], facts["head_dim"]
-    names = [*facts, "lengths", *format.parts(batch, heads_kv, head_dim, 0)]
-    if not isinstance(given, Mapping) or sorted(given) != sorted(names):
-        got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-        _refuse(method, "state", f"have the entries {sorted(names)}", got)
+    if not isinstance(given, Mapping):
+        _refuse(method, "state", "be a dict", f"a {type(given).__name__}")
     for name, fact in facts.items():
-        if given[name] != fact:
-            _refuse(method, name, f"be {fact}", given[name])
+        if given.get(name) != fact:
+            _refuse(method, name, f"be {fact}", given.get(name, "nothing"))
+    names = [*facts, "lengths", *format.parts(batch, heads_kv, head_dim, 0)]
+    if set(given) != set(names):
+        _refuse(method, "state", f"have the entries {', '.join(sorted(names))}", ", ".join(sorted(map(str, given))))
     lengths = _numbers(method, "lengths", given["lengths"], (torch.int32,), batch)
     for b, length in enumerate(lengths):
         if not 0 <= length <= max_tokens:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from data import make
 from torch import Tensor
 
-from kvq_ops import FORMATS, get_format, reference
+from kvq_ops import FORMATS, QuantizedKVCache, get_format, reference
 
 ROOT = Path(__file__).parents[1]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -98,7 +99,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, so that NaN equals itself and 0 differs from -0."""
-    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
 def same_bits(got: Tensor, want: Tensor) -> bool:
@@ -111,13 +112,39 @@ def assert_same_bits(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 
 def run_python(source: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Another process that runs source, with tests/ importable."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    """Another process that runs source, with tests/ importable and nothing of this run's pytest about it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inherited["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.run(
         [sys.executable, "-c", source, *arguments],
         check=False,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
+        env=inherited | environment,
     )
+
+
+# The module QuantizedKVCache: three sequences of these lengths.
+RAGGED = [9, 4, 0]
+
+
+def parts(cache: QuantizedKVCache) -> tuple[Tensor, ...]:
+    return tuple(getattr(cache, name) for name in Cache._fields)
+
+
+def in_use(cache: QuantizedKVCache) -> tuple[Tensor, ...]:
+    """Everything that the cache holds, sequence by sequence."""
+    held = cache.lengths.tolist()
+    rows = [part[b, :, :length] for part in parts(cache)[:4] for b, length in enumerate(held)]
+    return (*rows, cache.lengths)
+
+
+def ragged(name: str = "int8", lengths: list[int] | None = None, max_tokens: int = 12, head_dim: int = 10):
+    """A cache of three sequences of three heads; what lies past their lengths is noise."""
+    lengths = RAGGED if lengths is None else lengths
+    cache = QuantizedKVCache(3, 3, head_dim, max_tokens, format=name)
+    _, key, value = make("normal", 3, 3, 3, head_dim, 9)
+    for part, rows in zip(parts(cache), filled(name, key, value, lengths, max_tokens), strict=True):
+        part.copy_(rows)
+    return cache

@@ -1,8 +1,8 @@
 """Three kinds of keys, values and queries, from harmless to hostile.
 
-normal: everything N(0, 1). outlier: keys as RoPE models have them (up to four channels, all of the slowest quarter of
-pairs, with means of 8 to 16 sigma; log-normal channel scales), a dozen keys that each query head matches strongly, a sink at token 0, heavy-tailed
-values. extreme: the same with means of 40 to 80 sigma.
+normal: everything N(0, 1). outlier: keys as RoPE models have them (log-normal channel scales, up to four channels of
+the slowest quarter of pairs with means of 8 to 16 sigma), a dozen keys that each query head matches strongly, a sink
+at token 0, heavy-tailed values. extreme: the same with means of 40 to 80 sigma.
 """
 
 from __future__ import annotations
