@@ -6,7 +6,6 @@ python -m benchmarks.append_cpu --geometry G1 --threads 1
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import bandwidth
-from benchmarks.common import COLD_BYTES, GEOMETRIES, Case, csv, describe, geometries, machine
+from benchmarks.common import COLD_BYTES, GEOMETRIES, Case, command, csv, describe, geometries, machine, save
 from benchmarks.peers.kvq import cache
 from benchmarks.report import columns, milliseconds
 from benchmarks.timing import Entry, Timing, measure
@@ -120,8 +119,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                     timings = measure(timed, threads=threads, rounds=arguments.rounds, seconds=arguments.seconds)
                     found += rows(case, name, dtype, timings, moved)
     print(f"\n{columns(HEADER, map(shown, found))}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": facts, "rows": found}, indent=1) + "\n")
+    save(arguments.json, {"command": command("append_cpu", argv), "machine": facts, "rows": found})
     return found
 
 

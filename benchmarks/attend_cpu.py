@@ -12,7 +12,6 @@ import argparse
 import gc
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -29,12 +28,15 @@ from benchmarks.common import (
     Contender,
     Geometry,
     cache_size,
+    command,
     csv,
     geometries,
     machine,
     relative_error,
+    save,
 )
-from benchmarks.timing import Entry, measure
+from benchmarks.summary import summary
+from benchmarks.timing import CLOCKS, Entry, measure
 
 DEFAULT_TOKENS = {"G1": (512, 2048, 8192), "G2": (1024, 4096, 16384), "G3": (512, 4096)}
 QUICK_TOKENS = {"G1": (8192,), "G2": (4096,), "G3": (4096,)}
@@ -57,6 +59,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="over all contenders (default 5, quick 3)")
     parser.add_argument("--seconds", type=float, default=0.1, help="timed for each contender in each round")
     parser.add_argument("--footprint", type=int, help="MiB that a cold contender rotates (256, or twice a smaller L3)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a busy machine, 1 thread only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="PNG")
     parser.add_argument("--quick", action="store_true", help="one length for each geometry, cold")
@@ -115,6 +118,7 @@ def run_cell(case: Case, modules: list[Any], arguments: argparse.Namespace) -> l
         threads=case.threads,
         rounds=arguments.rounds,
         seconds=arguments.seconds,
+        clock=arguments.clock,
     )
     cell = case.geometry.name, case.tokens, case.threads, case.mode
     return [
@@ -143,13 +147,14 @@ def main(argv: list[str] | None = None) -> list[report.Row]:
     cold = arguments.footprint << 20 if arguments.footprint else min(COLD_BYTES, 2 * cache_size(3) or COLD_BYTES)
     modules, versions, missing = chosen(arguments.only)
     run = {
-        "command": shlex.join(["python", "-m", "benchmarks.attend_cpu", *(sys.argv[1:] if argv is None else argv)]),
+        "command": command("attend_cpu", argv),
         "machine": machine(),
         "versions": versions,
         "missing": missing,
         "footprint": cold,
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
+        "clock": arguments.clock,
         "bandwidth": {},
     }
     if "floor" in versions and "cold" in arguments.mode:
@@ -165,8 +170,9 @@ def main(argv: list[str] | None = None) -> list[report.Row]:
                     gc.collect()
                     print(f"\n{report.table(report.Cell(found))}", flush=True)
     print(f"\nload average at the end: {os.getloadavg()[0]:.1f}")
-    if arguments.json:
-        report.save(run, rows, arguments.json)
+    if ours := summary(rows):
+        print(f"\n{ours}")
+    save(arguments.json, {**run, "rows": [asdict(row) for row in rows]})
     if arguments.picture:
         importlib.import_module("benchmarks.plot").picture(rows, arguments.picture)
     return rows

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +169,20 @@ def csv(text: str) -> list[str]:
 def geometries(text: str) -> list[Geometry]:
     """An argument of comma-separated geometries by name."""
     return [GEOMETRIES[name] for name in csv(text)]
+
+
+def command(module: str, argv: list[str] | None) -> str:
+    """The command line of a benchmark as the record shows it: without where its output goes."""
+    words = iter(sys.argv[1:] if argv is None else argv)
+    kept = [word for word in words if word not in ("--json", "--picture") or next(words, None) is None]
+    return shlex.join(["python", "-m", f"benchmarks.{module}", *kept])
+
+
+def save(path: Path | None, run: dict[str, Any]) -> None:
+    """As JSON, where a path is given."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run, indent=1) + "\n")
 
 
 def kvq_isa() -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import bandwidth
-from benchmarks.common import GEOMETRIES, Case, csv, describe, geometries, machine
+from benchmarks.common import GEOMETRIES, Case, command, csv, describe, geometries, machine, save
 from benchmarks.peers.kvq import cache
 from benchmarks.report import columns
 from benchmarks.timing import Entry, measure, samples
@@ -112,6 +111,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     return columns(list(rows[0]), text)
 
 
+def tables(run: dict[str, Any]) -> str:
+    """Both parts of a run with their reading."""
+    text = (
+        f"A call in microseconds. Arithmetic: the slope from {SHORT} to {LONGER} tokens over {SHORT} tokens; overhead: "
+        f"the call at {SHORT} tokens less that; over dispatch: overhead over the same op with an empty query.\n\n"
+        f"{table(run['short'])}"
+    )
+    if run["busy"]:
+        text += f"\n\nSingle calls in milliseconds, idle and with one busy process a core.\n\n{table(run['busy'])}"
+    return text
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", type=geometries, default=list(GEOMETRIES.values()))
@@ -137,15 +148,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 )
         if arguments.calls:
             busy += busy_rows(Case(GEOMETRIES["G1"], BUSY_TOKENS, threads, 0), arguments.calls)
-    print(f"\nA call in microseconds; arithmetic = the slope from {SHORT} to {LONGER} tokens over {SHORT} tokens;")
-    print(
-        f"overhead = the call at {SHORT} tokens less that; dispatch = the same op with an empty query\n\n{table(short)}"
-    )
-    if busy:
-        print(f"\nSingle calls in milliseconds, idle and with one busy process a core\n\n{table(busy)}")
-    result = {"machine": facts, "short": short, "busy": busy}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"command": command("overhead", argv), "machine": facts, "short": short, "busy": busy}
+    print(f"\n{tables(result)}")
+    save(arguments.json, result)
     return result
 
 

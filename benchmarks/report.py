@@ -9,7 +9,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +159,11 @@ def preamble(run: dict[str, Any]) -> str:
         lines.append(f"read bandwidth by footprint, {plural(int(threads))}, GB/s: {shown}")
     cold, rounds, seconds = run["footprint"] >> 20, run["rounds"], run["seconds"]
     load = run["machine"]["load"]
-    lines.append(
-        f"cold rotates {cold} MiB a contender; {rounds} rounds of {seconds} s each; load {load:.1f} at the start"
-    )
+    how = f"{rounds} rounds of {seconds} s each, {run['clock']} time"
+    lines.append(f"cold rotates {cold} MiB a contender; {how}; load {load:.1f} at the start")
     lines += [f"timed: {version}" for version in run["versions"].values()]
     lines += [f"not timed: {name}: {reason}" for name, reason in run["missing"].items()]
     return "\n".join(lines)
-
-
-def save(run: dict[str, Any], rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**run, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:

@@ -8,7 +8,6 @@ Two models with random weights: the demo's (SmolLM2-135M's shape) and one layer 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import csv, describe, machine
+from benchmarks.common import command, csv, describe, machine, save
 from benchmarks.report import columns, milliseconds
 from benchmarks.timing import Entry, measure
 from examples.llama import PLAIN, Llama, LlamaConfig
@@ -126,8 +125,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         for dtype in arguments.dtype:
             found += rows(name, dtype, list(map(int, arguments.tokens or MODELS[name][1])), arguments)
     print(f"\n{columns(HEADER, map(shown, found))}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": facts, "rows": found}, indent=1) + "\n")
+    save(arguments.json, {"command": command("step", argv), "machine": facts, "rows": found})
     return found
 
 

@@ -15,6 +15,8 @@ from torch.utils.benchmark import Measurement, Timer
 POOL_SPIN = 0.03
 """Seconds that OpenMP workers spin after a parallel region: GNU's runtime does so for 300 000 pauses, about 20 ms."""
 YARDSTICK_SECONDS = 0.02
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""CPU time, summed over threads, leaves out what other processes take from a single thread."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,15 @@ def samples(call: Callable[[], Any], count: int) -> list[float]:
     return timeit.Timer(call).repeat(count, 1)
 
 
-def measure(entries: Mapping[str, Entry], *, threads: int, rounds: int = 5, seconds: float = 0.1) -> dict[str, Timing]:
+def measure(
+    entries: Mapping[str, Entry], *, threads: int, rounds: int = 5, seconds: float = 0.1, clock: str = "wall"
+) -> dict[str, Timing]:
     """Times ``seconds`` of every entry in each round, so that a noisy moment of the machine hits all.
 
     A yardstick has no turn of its own: it is timed before each entry that names it."""
+    options: dict[str, Any] = {"num_threads": threads, "timer": CLOCKS[clock]}
     timers = {
-        name: Timer("next(calls)()", globals={"calls": itertools.cycle(entry.calls)}, num_threads=threads, label=name)
+        name: Timer("next(calls)()", globals={"calls": itertools.cycle(entry.calls)}, label=name, **options)
         for name, entry in entries.items()
     }
     measured: dict[str, list[Measurement]] = {name: [] for name in entries}

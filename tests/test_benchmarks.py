@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import append_cpu, attend_cpu, overhead, report
 from benchmarks.common import GEOMETRIES, Case
+from benchmarks.summary import summary
 from benchmarks.timing import Entry, Timing, measure
 
 TINY = ("--threads", "1", "--rounds", "1", "--seconds", "0.001")
@@ -139,3 +141,14 @@ def test_timing_merges_blocks() -> None:
     assert isinstance(timing, Timing)
     assert timing.low <= timing.median
     assert timing.blocks >= 3
+
+
+def test_summary_marks_what_misses_its_target() -> None:
+    lines = summary(CELL.rows).splitlines()
+    assert [part.strip() for part in lines[2].strip("|").split("|")] == [
+        *("G2 1024 cold", "1"),
+        *("1.50", "2.00", "0.67", "2.67", "6.00", "-", "-"),
+    ]
+    slow = [replace(row, ratio=2.1, median=2.1) if row.name == "kvq int8" else row for row in CELL.rows]
+    assert "2.10*" in summary(slow)
+    assert "1.90*" in summary(slow)

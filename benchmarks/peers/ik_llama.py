@@ -17,4 +17,4 @@ VERSION = f"ik-llama-cpp-python {PACKAGE.version}, {LIBRARY.features()} build"
 
 def make(case: Case, query_dtypes: list[torch.dtype]) -> Iterator[Contender]:
     del query_dtypes  # ggml takes fp32 queries
-    yield from _ggml.contenders(LIBRARY, case, "ik_llama.cpp", ("q8_0",), masked=True)
+    yield from _ggml.contenders(LIBRARY, case, "ik_llama.cpp", ("q8_0", "q4_0"), masked=True)
