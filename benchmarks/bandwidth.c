@@ -1,6 +1,6 @@
 // The machine's limits: streaming read and copy, n bytes over `threads` OpenMP threads.
-// A single stream does not reach the limit, since the prefetchers work a page at a time: a thread reads STREAMS places at
-// once (with 4 KB pages 8 streams gave 1.35 times the bandwidth of one). 64-byte vectors compile to what the target has.
+// A single stream does not reach the limit, since the prefetchers work a page at a time: a thread reads STREAMS places
+// at once (with 4 KB pages 8 streams gave 1.35 times the bandwidth of one). 64-byte vectors suit whatever the target has.
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
