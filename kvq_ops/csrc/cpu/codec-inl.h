@@ -18,6 +18,9 @@ constexpr int kFloats = kLanes / 2;
 #define KVQ_UNROLL _Pragma("GCC unroll 32")
 #endif
 
+// Tiles fill the registers: they are compiled apart from what surrounds them.
+#define KVQ_NOINLINE __attribute__((noinline))
+
 // int8 rows: one vector of signed codes a load.
 struct Codec8 {
   static constexpr int kVectors = 1;

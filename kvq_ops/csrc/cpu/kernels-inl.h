@@ -120,13 +120,19 @@ inline void key_tile(const Block& keys, int64_t j, const LanePlan& plan, const i
     KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template key_vector<0>(bytes[t]);
     KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
       const KeyQuery x = load_query(q + r * plan.width);
-      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = dot_key(sum[r][t], code[t], x);
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+        sum[r][t] = dot_key(sum[r][t], code[t], x);
+        pin_key(sum[r][t]);
+      }
     }
     if (Codec::kVectors == 2) {
       KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template key_vector<1>(bytes[t]);
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
         const KeyQuery x = load_query(q + r * plan.width + kLanes);
-        KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = dot_key(sum[r][t], code[t], x);
+        KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+          sum[r][t] = dot_key(sum[r][t], code[t], x);
+          pin_key(sum[r][t]);
+        }
       }
     }
     q += Codec::kVectors * kLanes;
@@ -175,7 +181,9 @@ inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, con
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
         const I16 w = pair_i16(weights.code + r * kBlockTokens + j);
         sum[r][k][0] = dot(sum[r][k][0], first, w);
+        pin(sum[r][k][0]);
         sum[r][k][1] = dot(sum[r][k][1], second, w);
+        pin(sum[r][k][1]);
       }
     }
   }
@@ -195,7 +203,8 @@ inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, con
 }
 
 template <class Codec, int ROWS>
-void key_block(const Block& keys, const LanePlan& plan, const int16_t* query, int32_t* logits, const Block& next) {
+KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16_t* query, int32_t* logits,
+                            const Block& next) {
   constexpr int kTokens = tile_tokens(ROWS);
   for (int64_t j = 0; j < keys.tokens; j += kTokens) {
     for (int64_t i = 0; i < kTokens * next.stride; i += 64) prefetch(next.row(j) + i);
@@ -204,7 +213,7 @@ void key_block(const Block& keys, const LanePlan& plan, const int16_t* query, in
 }
 
 template <class Codec, int V, int ROWS>
-void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc) {
+KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc) {
   constexpr int kSteps = tile_steps(ROWS);
   int64_t s = 0;
   for (; s + kSteps <= plan.steps; s += kSteps) value_tile<Codec, V, ROWS, kSteps>(values, s, plan, weights, acc);

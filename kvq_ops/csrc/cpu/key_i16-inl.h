@@ -24,6 +24,9 @@ inline KeyCode key_high_nibbles(KeyCode bytes) {
 inline KeyQuery load_query(const int16_t* p) {
   return load_i16(p);
 }
+inline void pin_key(KeySum& x) {
+  pin(x);
+}
 // sum += the products of kLanes codes with kLanes query codes, spread over the lanes in any way
 inline KeySum dot_key(KeySum sum, KeyCode code, KeyQuery query) {
   return dot(sum, code, query);

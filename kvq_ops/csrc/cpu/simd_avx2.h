@@ -25,6 +25,9 @@ inline I32 zero_i32() {
 inline I32 dot(I32 sum, I16 a, I16 b) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
+inline void pin(I32& x) {
+  asm volatile("" : "+x"(x));
+}
 inline I16 load_i16(const int16_t* p) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
 }

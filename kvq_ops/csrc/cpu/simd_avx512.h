@@ -30,6 +30,9 @@ inline I32 dot(I32 sum, I16 a, I16 b) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #endif
 }
+inline void pin(I32& x) {
+  asm volatile("" : "+v"(x));
+}
 inline I16 load_i16(const int16_t* p) {
   return _mm512_load_si512(p);
 }

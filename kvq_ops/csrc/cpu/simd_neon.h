@@ -34,6 +34,9 @@ inline I32 dot(I32 sum, I16 a, I16 b) {
   sum.hi = vmlal_high_s16(vmlal_s16(sum.hi, vget_low_s16(a.hi), vget_low_s16(b.hi)), a.hi, b.hi);
   return sum;
 }
+inline void pin(I32& x) {
+  asm volatile("" : "+w"(x.lo), "+w"(x.hi));
+}
 inline I16 load_i16(const int16_t* p) {
   return {vld1q_s16(p), vld1q_s16(p + 8)};
 }
@@ -104,6 +107,9 @@ inline KeyCode key_high_nibbles(KeyCode bytes) {
 inline KeyQuery load_query(const int16_t* p) {
   const int8_t* bytes = reinterpret_cast<const int8_t*>(p);
   return {vld1q_s8(bytes), vld1q_s8(bytes + kLanes)};
+}
+inline void pin_key(KeySum& x) {
+  asm volatile("" : "+w"(x.high), "+w"(x.low));
 }
 inline KeySum dot_key(KeySum sum, KeyCode code, KeyQuery query) {
   return {vdotq_s32(sum.high, code, query.high), vdotq_s32(sum.low, code, query.low)};

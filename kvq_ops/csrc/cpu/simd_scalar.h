@@ -37,6 +37,8 @@ inline I32 dot(I32 sum, I16 a, I16 b) {
   KVQ_EACH(kHalf) sum.v[i] += int32_t{a.v[2 * i]} * b.v[2 * i] + int32_t{a.v[2 * i + 1]} * b.v[2 * i + 1];
   return sum;
 }
+// Keeps x in a register at this point: compilers otherwise move the products of a tile together and spill its sums.
+inline void pin(I32&) {}
 inline I16 load_i16(const int16_t* p) {
   I16 x;
   std::memcpy(x.v, p, sizeof x.v);
