@@ -99,6 +99,7 @@ struct Block {
   const uint8_t* first;
   int64_t stride;
   int64_t tokens;  // 1..kBlockTokens
+  int64_t row_bytes;
 
   const uint8_t* row(int64_t j) const { return first + (j < tokens ? j : tokens - 1) * stride; }
 };
@@ -166,13 +167,18 @@ struct Weights {
 
 // Adds the weighted rows of a block, channels of STEPS code vectors from step s on (vector V of each), to acc.
 template <class Codec, int V, int ROWS, int STEPS>
-inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc) {
+inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                       const uint8_t* ahead) {
   I32 sum[ROWS][STEPS][2];
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
   }
   for (int64_t j = 0; j < values.tokens; j += 2) {
     const uint8_t *even = values.row(j), *odd = values.row(j + 1);
+    if (V == 0) {
+      KVQ_UNROLL for (int i = 0; i < 2 * STEPS * kLanes; i += 64) prefetch(ahead + i);
+      ahead += 2 * STEPS * kLanes;
+    }
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
       I16 first, second;
       const int64_t offset = plan.offset[s + k];
@@ -207,17 +213,24 @@ KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16
                             const Block& next) {
   constexpr int kTokens = tile_tokens(ROWS);
   for (int64_t j = 0; j < keys.tokens; j += kTokens) {
-    for (int64_t i = 0; i < kTokens * next.stride; i += 64) prefetch(next.row(j) + i);
+    for (int t = 0; t < kTokens; ++t) {
+      for (int64_t i = 0; i < next.row_bytes; i += 64) prefetch(next.row(j + t) + i);
+    }
     key_tile<Codec, ROWS, kTokens>(keys, j, plan, query, logits);
   }
 }
 
 template <class Codec, int V, int ROWS>
-KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc) {
+KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc,
+                              const uint8_t* ahead) {
   constexpr int kSteps = tile_steps(ROWS);
   int64_t s = 0;
-  for (; s + kSteps <= plan.steps; s += kSteps) value_tile<Codec, V, ROWS, kSteps>(values, s, plan, weights, acc);
-  for (; s < plan.steps; ++s) value_tile<Codec, V, ROWS, 1>(values, s, plan, weights, acc);
+  for (; s + kSteps <= plan.steps; s += kSteps) {
+    value_tile<Codec, V, ROWS, kSteps>(values, s, plan, weights, acc, ahead + s * kLanes * values.tokens);
+  }
+  for (; s < plan.steps; ++s) {
+    value_tile<Codec, V, ROWS, 1>(values, s, plan, weights, acc, ahead + s * kLanes * values.tokens);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------- softmax
@@ -272,13 +285,13 @@ inline void softmax_row(const int32_t* logits, int32_t offset, float query_scale
 // The rows of a block, copied to a padded buffer where a row is shorter than one load.
 inline Block make_block(const Side& side, const LanePlan& plan, int64_t row_bytes, int64_t b, int64_t h, int64_t token,
                         int64_t tokens, uint8_t* padded) {
-  const Block block{side.row(b, h, token), side.codes_token, tokens};
+  const Block block{side.row(b, h, token), side.codes_token, tokens, row_bytes};
   if (!plan.narrow) return block;
   for (int64_t j = 0; j < tokens; ++j) {
     std::memset(padded + j * kLanes, 0, kLanes);
     std::memcpy(padded + j * kLanes, block.row(j), static_cast<size_t>(row_bytes));
   }
-  return Block{padded, kLanes, tokens};
+  return Block{padded, kLanes, tokens, kLanes};
 }
 
 inline void load_scales(const Side& side, int64_t b, int64_t h, int64_t token, int64_t tokens, float* scales) {
@@ -306,9 +319,10 @@ struct Attend {
                   key_scale, value_scale, seen[r], unit.partial + row + r, &weights, r);
     }
     float* acc = unit.acc + row * value_plan.width;
-    value_block<ValueCodec, 0, ROWS>(values, value_plan, weights, acc);
+    const uint8_t* ahead = keys.first + keys.tokens * keys.stride;
+    value_block<ValueCodec, 0, ROWS>(values, value_plan, weights, acc, ahead);
     if (ValueCodec::kVectors == 2) {
-      value_block<ValueCodec, ValueCodec::kVectors - 1, ROWS>(values, value_plan, weights, acc);
+      value_block<ValueCodec, ValueCodec::kVectors - 1, ROWS>(values, value_plan, weights, acc, ahead);
     }
   }
 
