@@ -6,7 +6,6 @@ are as ``kvq_ops.format`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -18,6 +17,9 @@ __all__ = ["append", "attend", "cpu_isa"]
 
 native.load()
 
+_APPEND = torch.ops.kvq.append.default
+_ATTEND = torch.ops.kvq.attend.default
+_ATTEND_LSE = torch.ops.kvq.attend_lse.default
 _LIBRARY = torch.library.Library("kvq", "FRAGMENT")  # type: ignore[no-untyped-call]
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset  # noqa: SLF001 the names that torch.library itself uses
 _below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
@@ -52,7 +54,7 @@ def _refuse_gradient(op: Any) -> None:
 
 for _fake in (meta.append, meta.attend, meta.attend_lse):
     torch.library.register_fake(f"kvq::{_fake.__name__}", _fake)
-for _op in (torch.ops.kvq.attend.default, torch.ops.kvq.attend_lse.default):
+for _op in (_ATTEND, _ATTEND_LSE):
     _refuse_gradient(_op)
 
 
@@ -71,7 +73,7 @@ def append(
     Row t of sequence b goes to position ``lengths[b] + t``; then lengths, int32 [B], grows by T. Codes
     [B, Hkv, N, row bytes] and scales fp32 [B, Hkv, N] as ``get_format(format).parts`` says. Past the capacity N the
     CPU raises and writes nothing."""
-    torch.ops.kvq.append(key_codes, key_scales, value_codes, value_scales, lengths, key, value, format)
+    _APPEND(key_codes, key_scales, value_codes, value_scales, lengths, key, value, format)
 
 
 @overload
@@ -137,13 +139,13 @@ def attend(
     causal among themselves; append their rows first. Hq is a multiple of Hkv. scale None is 1 / sqrt(D). A sequence
     of length 0 gives zeros. With return_lse also the log-sum-exp of the scaled logits, fp32 [B, Hq] or [B, Hq, T],
     -inf at length 0. Inference only: a backward pass raises."""
-    op: Callable[..., Any] = torch.ops.kvq.attend_lse.default if return_lse else torch.ops.kvq.attend.default
-    parts = (key_codes, key_scales, value_codes, value_scales, lengths)
+    op = _ATTEND_LSE if return_lse else _ATTEND
+    arguments = (query, key_codes, key_scales, value_codes, value_scales, lengths, format, scale)
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
-        result: Tensor | tuple[Tensor, Tensor] = op(query, *parts, format, scale)
+        result: Tensor | tuple[Tensor, Tensor] = op(*arguments)
     else:
         with _below_autograd():
-            result = op(query, *parts, format, scale)
+            result = op(*arguments)
     return result
 
 
