@@ -26,7 +26,7 @@ PYTHON_FLOORS = [
 # Lowest first, as patterns of paths in csrc; the first that fits counts. Headers of one floor may include each other.
 CPP_FLOORS = [
     r"format\.h|cpu/(params|half)\.h",
-    r"cpu/simd_\w+\.h",
+    r"cpu/simd_\w+\.h|cpu/key_\w+-inl\.h",
     r"cpu/\w+-inl\.h",
     r"cpu/isa_\w+\.cpp",
     r"cpu/\w+\.(h|cpp)",
@@ -162,6 +162,8 @@ def test_python_floors_are_enforced(tmp_path, path, text, said):
     ("path", "text", "said"),
     [
         ("cpu/simd_avx2.h", '#include "kernels-inl.h"', "cpu/simd_avx2.h includes cpu/kernels-inl.h"),
+        ("cpu/simd_avx2.h", '#include "key_i16-inl.h"', None),
+        ("cpu/key_i16-inl.h", '#include "kernels-inl.h"', "cpu/key_i16-inl.h includes cpu/kernels-inl.h"),
         ("cpu/dispatch.cpp", '#include "checks.h"', "cpu/dispatch.cpp includes checks.h"),
         ("cpu/dispatch.cpp", '#include "isa_avx2.cpp"', "cpu/dispatch.cpp includes cpu/isa_avx2.cpp"),
         ("cpu/params.h", "#include <torch/csrc/stable/tensor.h>", "cpu/params.h includes torch/csrc/stable/tensor.h"),
@@ -171,7 +173,7 @@ def test_python_floors_are_enforced(tmp_path, path, text, said):
 )
 def test_cpp_floors_are_enforced(tmp_path, path, text, said):
     (tmp_path / "cpu").mkdir()
-    for name in ("checks.h", "cpu/params.h", "cpu/kernels-inl.h", "cpu/isa_avx2.cpp"):
+    for name in ("checks.h", "cpu/params.h", "cpu/kernels-inl.h", "cpu/key_i16-inl.h", "cpu/isa_avx2.cpp"):
         (tmp_path / name).touch()
     (tmp_path / path).write_text(text)
     assert cpp_violations(tmp_path) == ([said] if said else [])
