@@ -132,15 +132,15 @@ def decode(step: Step, ids: Tensor, start: int) -> tuple[Tensor, list[float]]:
     return torch.stack(rows), seconds
 
 
-def answer(model: Llama, step: Step, tokenizer: Tokenizer, prompt: Tensor, write: Callable[[str], None]) -> None:
-    """Greedy decoding; ``write`` gets the text as it comes."""
+def answer(model: Llama, step: Step, tokenizer: Tokenizer, prompt: Tensor, write: Callable[[str], None]) -> bool:
+    """Greedy decoding; ``write`` gets the text as it comes. Whether the model came to its end."""
     logits, position = prefill(model, prompt), torch.tensor([len(prompt)])
     ids: list[int] = []
     written = 0
     while len(ids) < ANSWER_TOKENS:
         token = logits.argmax().reshape(1, 1)
         if int(token) == tokenizer.eos_token_id:
-            break
+            return True
         ids.append(int(token))
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # a character's first bytes
@@ -148,6 +148,7 @@ def answer(model: Llama, step: Step, tokenizer: Tokenizer, prompt: Tensor, write
             written = len(text)
         logits = step(token, position)[0, -1]
         position.add_(1)
+    return False
 
 
 def recall(model: Llama, step: Step, text: Tensor) -> float:
@@ -169,6 +170,10 @@ class Demo:
             self.prompt = encoded["input_ids"][0]
         self.tokens = args.tokens
         self.max_tokens = max(len(self.prompt) + ANSWER_TOKENS, args.tokens, RECALL_DISTANCE + RECALL_TOKENS)
+        if self.max_tokens > self.model.config.max_positions:
+            most = self.model.config.max_positions - ANSWER_TOKENS
+            sys.exit(f"--prompt must be at most {most} tokens, got {len(self.prompt)}")
+        console.line(f"Question: {args.prompt}")
         self.plain: Tensor | None = None
 
     def compile_step(self, name: str) -> Step:
@@ -184,8 +189,8 @@ class Demo:
         """Compile, answer, read the text, recall; the first call's logits are what later ones are compared with."""
         model, step = self.model, self.compile_step(name)
         self.console.line(f"{name}: ", end="")
-        answer(model, step, self.tokenizer, self.prompt, self.console.answer)
-        print()
+        ended = answer(model, step, self.tokenizer, self.prompt, self.console.answer)
+        print("" if ended else " ...")
         with self.console.stage(f"{name}: reading {self.tokens} tokens of text, one at a time"):
             model.reset_caches()
             logits, seconds = decode(step, self.text[: self.tokens], 0)
@@ -245,6 +250,17 @@ def table(rows: Sequence[Row], max_tokens: int) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def footnotes(plain: Row, tokens: int) -> str:
+    """What the table's columns are."""
+    half = plain.bytes_per_token * 2 // DTYPE.itemsize
+    return (
+        f"plain: keys and values in {str(DTYPE).removeprefix('torch.')}, like the model; a 16-bit cache would take"
+        f" {half:,} bytes a token.\n"
+        f"perplexity, agreement, KL against plain: over {tokens} tokens of a speech, decoded one by one.\n"
+        f"recall perplexity: of a passage of {RECALL_TOKENS} tokens that comes again {RECALL_DISTANCE} tokens later.\n"
+    )
+
+
 def check(plain: Row, row: Row, bars: Bars) -> list[tuple[str, bool]]:
     """What each bar asks and got, and whether it holds."""
     change, most = row.perplexity / plain.perplexity - 1, bars.perplexity_change
@@ -257,8 +273,10 @@ def check(plain: Row, row: Row, bars: Bars) -> list[tuple[str, bool]]:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m examples.demo", description="A model decodes over quantized caches.")
-    parser.add_argument("--formats", nargs="*", default=FORMATS, help="besides plain; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=512, help="of text to compare over; default: %(default)s")
+    parser.add_argument(
+        "--formats", nargs="*", default=FORMATS, help="to compare with plain; default: %(default)s; or int8/int4"
+    )
+    parser.add_argument("--tokens", type=int, default=1024, help="of text to compare over; default: %(default)s")
     parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     args = parser.parse_args(argv)
@@ -275,11 +293,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args, console, facts = arguments(argv), Console(), machine()
     where = "{cpu}, {isa} kernels, {threads} threads, torch {torch}, kvq_ops {kvq_ops}".format(**facts)
-    print(where)
+    print(
+        f"SmolLM2-135M-Instruct over {', '.join([PLAIN, *args.formats])} caches, batch 1, decode step compiled\n{where}"
+    )
     demo = Demo(args, console)
     rows = [demo.run(name) for name in [PLAIN, *args.formats]]
     print(f"\n{table(rows, demo.max_tokens)}\n\n{where}")
-    print(f"plain: {str(DTYPE).removeprefix('torch.')} keys and values, like the model")
+    print(footnotes(rows[0], args.tokens))
     results = {row.cache: check(rows[0], row, BARS[row.cache]) for row in rows if row.cache in BARS}
     for name, checks in results.items():
         for text, holds in checks:

@@ -146,7 +146,7 @@ def test_answer_streams_greedy_text_up_to_the_end_token() -> None:
     assert len(shown) >= 4
     for eos_token_id, answer in ((end, shown), (-1, expected)):
         words, written = Words(eos_token_id), []
-        demo.answer(model, model, words, ids[0, :5], written.append)
+        assert demo.answer(model, model, words, ids[0, :5], written.append) == (eos_token_id == end)
         assert "".join(written) == words.decode(answer)
         assert len(written) == len(answer)
 
