@@ -104,6 +104,42 @@ struct Block {
   const uint8_t* row(int64_t j) const { return first + (j < tokens ? j : tokens - 1) * stride; }
 };
 
+// Fetches the next block while this one is worked on, from every page of it in turn: one sequential stream does not
+// reach a core's read bandwidth, since hardware prefetchers stop at the end of a page.
+class Ahead {
+ public:
+  // The next block lies behind this one, in both sides.
+  Ahead(const Block& keys, const Block& values) : keys_(keys), values_(values) {}
+
+  // Says that `bytes` of this block are about to be read.
+  void advance(int64_t bytes) {
+    for (due_ += bytes; due_ >= keys_.step + values_.step; due_ -= keys_.step + values_.step) {
+      keys_.fetch();
+      values_.fetch();
+    }
+  }
+
+ private:
+  struct Side {
+    explicit Side(const Block& block) : next(block.first + block.tokens * block.stride) {
+      const int64_t bytes = block.tokens * block.stride;
+      streams = bytes >= 4 * kPage ? 4 : bytes >= 2 * kPage ? 2 : 1;
+      part = bytes / streams;
+      step = streams * 64;
+    }
+    void fetch() {
+      for (int64_t i = 0; i < streams; ++i) prefetch(next + i * part);
+      next += 64;
+    }
+    const uint8_t* next;
+    int64_t streams, part, step;
+  };
+  static constexpr int64_t kPage = 4096;
+
+  Side keys_, values_;
+  int64_t due_ = 0;
+};
+
 // logits[r * kBlockTokens + j + t] = query row r . key row j + t, for ROWS x TOKENS.
 template <class Codec, int ROWS, int TOKENS>
 inline void key_tile(const Block& keys, int64_t j, const LanePlan& plan, const int16_t* query, int32_t* logits) {
@@ -168,17 +204,14 @@ struct Weights {
 // Adds the weighted rows of a block, channels of STEPS code vectors from step s on (vector V of each), to acc.
 template <class Codec, int V, int ROWS, int STEPS>
 inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
-                       const uint8_t* ahead) {
+                       Ahead* ahead) {
   I32 sum[ROWS][STEPS][2];
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
   }
   for (int64_t j = 0; j < values.tokens; j += 2) {
     const uint8_t *even = values.row(j), *odd = values.row(j + 1);
-    if (V == 0) {
-      KVQ_UNROLL for (int i = 0; i < 2 * STEPS * kLanes; i += 64) prefetch(ahead + i);
-      ahead += 2 * STEPS * kLanes;
-    }
+    if (V == 0) ahead->advance(2 * STEPS * kLanes);
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
       I16 first, second;
       const int64_t offset = plan.offset[s + k];
@@ -210,26 +243,24 @@ inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, con
 
 template <class Codec, int ROWS>
 KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16_t* query, int32_t* logits,
-                            const Block& next) {
+                            Ahead* ahead) {
   constexpr int kTokens = tile_tokens(ROWS);
   for (int64_t j = 0; j < keys.tokens; j += kTokens) {
-    for (int t = 0; t < kTokens; ++t) {
-      for (int64_t i = 0; i < next.row_bytes; i += 64) prefetch(next.row(j + t) + i);
-    }
+    ahead->advance(kTokens * keys.row_bytes);
     key_tile<Codec, ROWS, kTokens>(keys, j, plan, query, logits);
   }
 }
 
 template <class Codec, int V, int ROWS>
 KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc,
-                              const uint8_t* ahead) {
+                              Ahead* ahead) {
   constexpr int kSteps = tile_steps(ROWS);
   int64_t s = 0;
   for (; s + kSteps <= plan.steps; s += kSteps) {
-    value_tile<Codec, V, ROWS, kSteps>(values, s, plan, weights, acc, ahead + s * kLanes * values.tokens);
+    value_tile<Codec, V, ROWS, kSteps>(values, s, plan, weights, acc, ahead);
   }
   for (; s < plan.steps; ++s) {
-    value_tile<Codec, V, ROWS, 1>(values, s, plan, weights, acc, ahead + s * kLanes * values.tokens);
+    value_tile<Codec, V, ROWS, 1>(values, s, plan, weights, acc, ahead);
   }
 }
 
@@ -299,6 +330,13 @@ inline void load_scales(const Side& side, int64_t b, int64_t h, int64_t token, i
   for (int64_t j = tokens; j < kBlockTokens; ++j) scales[j] = 0.0f;
 }
 
+// One block of tokens: rows and scales (0 past the last token) of both sides.
+struct Tokens {
+  Block keys, values;
+  Ahead ahead;
+  alignas(64) float key_scale[kBlockTokens], value_scale[kBlockTokens];
+};
+
 template <class KeyCodec, class ValueCodec>
 struct Attend {
   const AttendParams& p;
@@ -308,56 +346,53 @@ struct Attend {
 
   // One register tile of query rows over one block.
   template <int ROWS>
-  void tile(const Block& keys, const Block& values, const float* key_scale, const float* value_scale, int64_t row,
-            const int64_t* seen) const {
+  void tile(Tokens* block, int64_t row, const int64_t* seen) const {
     alignas(64) int32_t logits[ROWS * kBlockTokens];
     Weights weights;
     const int64_t at = (unit.b * p.heads_kv + unit.h) * p.rows() + unit.first_row + row;
-    key_block<KeyCodec, ROWS>(keys, key_plan, queries.codes + at * key_plan.width, logits, values);
+    key_block<KeyCodec, ROWS>(block->keys, key_plan, queries.codes + at * key_plan.width, logits, &block->ahead);
     for (int64_t r = 0; r < ROWS; ++r) {
       softmax_row(logits + r * kBlockTokens, KeyCodec::kOffset * queries.sums[at + r], queries.scales[at + r],
-                  key_scale, value_scale, seen[r], unit.partial + row + r, &weights, r);
+                  block->key_scale, block->value_scale, seen[r], unit.partial + row + r, &weights, r);
     }
     float* acc = unit.acc + row * value_plan.width;
-    const uint8_t* ahead = keys.first + keys.tokens * keys.stride;
-    value_block<ValueCodec, 0, ROWS>(values, value_plan, weights, acc, ahead);
+    value_block<ValueCodec, 0, ROWS>(block->values, value_plan, weights, acc, &block->ahead);
     if (ValueCodec::kVectors == 2) {
-      value_block<ValueCodec, ValueCodec::kVectors - 1, ROWS>(values, value_plan, weights, acc, ahead);
+      value_block<ValueCodec, ValueCodec::kVectors - 1, ROWS>(block->values, value_plan, weights, acc, &block->ahead);
     }
   }
 
-  void block(const Block& keys, const Block& values, const float* key_scale, const float* value_scale,
-             int64_t first_token) const {
-    const int64_t tiles = (unit.rows + kMaxRows - 1) / kMaxRows;
-    for (int64_t i = 0, row = 0; i < tiles; ++i) {
-      const int64_t rows = (unit.rows - row + tiles - i - 1) / (tiles - i);
+  void tiles(Tokens* block, int64_t first_token) const {
+    const int64_t count = (unit.rows + kMaxRows - 1) / kMaxRows;
+    for (int64_t i = 0, row = 0; i < count; ++i) {
+      const int64_t rows = (unit.rows - row + count - i - 1) / (count - i);
       int64_t seen[kMaxRows], most = 0;
       for (int64_t r = 0; r < rows; ++r) {
         // Query token t sees the tokens up to its own position.
         const int64_t t = (unit.first_row + row + r) / p.group();
         const int64_t visible = p.lengths[unit.b] - p.tokens + 1 + t - first_token;
-        seen[r] = visible < 0 ? 0 : visible < keys.tokens ? visible : keys.tokens;
+        seen[r] = visible < 0 ? 0 : visible < block->keys.tokens ? visible : block->keys.tokens;
         most = seen[r] > most ? seen[r] : most;
       }
       if (most > 0) {
         switch (rows) {
           case 1:
-            tile<1>(keys, values, key_scale, value_scale, row, seen);
+            tile<1>(block, row, seen);
             break;
           case 2:
-            tile<2>(keys, values, key_scale, value_scale, row, seen);
+            tile<2>(block, row, seen);
             break;
           case 3:
-            tile<3>(keys, values, key_scale, value_scale, row, seen);
+            tile<3>(block, row, seen);
             break;
           case 4:
-            tile<4>(keys, values, key_scale, value_scale, row, seen);
+            tile<4>(block, row, seen);
             break;
           case 5:
-            tile<5>(keys, values, key_scale, value_scale, row, seen);
+            tile<5>(block, row, seen);
             break;
           default:
-            tile<6>(keys, values, key_scale, value_scale, row, seen);
+            tile<6>(block, row, seen);
             break;
         }
       }
@@ -366,19 +401,18 @@ struct Attend {
   }
 
   void run() const {
-    alignas(64) float key_scale[kBlockTokens], value_scale[kBlockTokens];
     alignas(64) uint8_t padded_keys[kBlockTokens * kLanes], padded_values[kBlockTokens * kLanes];
+    const int64_t key_bytes = p.format.key.row_bytes(p.head_dim), value_bytes = p.format.value.row_bytes(p.head_dim);
     for (int64_t r = 0; r < unit.rows; ++r) unit.partial[r] = Partial{-kInfinity, 0.0f};
     std::memset(unit.acc, 0, static_cast<size_t>(unit.rows * value_plan.width) * sizeof(float));
     for (int64_t token = unit.first_token; token < unit.last_token; token += kBlockTokens) {
-      const int64_t left = unit.last_token - token, tokens = left < kBlockTokens ? left : kBlockTokens;
-      const Block keys =
-          make_block(p.key, key_plan, p.format.key.row_bytes(p.head_dim), unit.b, unit.h, token, tokens, padded_keys);
-      const Block values = make_block(p.value, value_plan, p.format.value.row_bytes(p.head_dim), unit.b, unit.h, token,
-                                      tokens, padded_values);
-      load_scales(p.key, unit.b, unit.h, token, tokens, key_scale);
-      load_scales(p.value, unit.b, unit.h, token, tokens, value_scale);
-      block(keys, values, key_scale, value_scale, token);
+      const int64_t left = unit.last_token - token, count = left < kBlockTokens ? left : kBlockTokens;
+      const Block keys = make_block(p.key, key_plan, key_bytes, unit.b, unit.h, token, count, padded_keys);
+      const Block values = make_block(p.value, value_plan, value_bytes, unit.b, unit.h, token, count, padded_values);
+      Tokens block{keys, values, Ahead(keys, values), {}, {}};
+      load_scales(p.key, unit.b, unit.h, token, count, block.key_scale);
+      load_scales(p.value, unit.b, unit.h, token, count, block.value_scale);
+      tiles(&block, token);
     }
   }
 };
