@@ -53,11 +53,17 @@ inline float exp_nonpositive(float x) {
 
 // ------------------------------------------------------------------------------------------------------- append
 
+constexpr int64_t kRowsAhead = 6;
+
 void append_side(const MutableSide& side, const SideFormat& format, const Rows& rows, int64_t head_dim, int64_t b,
                  int64_t h, int64_t t, int64_t token) {
   alignas(64) float x[kMaxHeadDim];
   alignas(64) int32_t code[kMaxHeadDim];
-  load_row(rows.row(b, h, t), rows.dtype, rows.stride_dim, head_dim, x);
+  const char* row = rows.row(b, h, t);
+  // A few rows ahead: a row ends before the hardware sees its stream. Past the last row the address is harmless.
+  const int64_t stride = rows.stride_token * item_bytes(rows.dtype);
+  for (int64_t i = 0; i < head_dim * item_bytes(rows.dtype); i += 64) prefetch(row + kRowsAhead * stride + i);
+  load_row(row, rows.dtype, rows.stride_dim, head_dim, x);
   *side.scale(b, h, token) = quantize_row(x, head_dim, format.limit(), code);
   pack_row(code, head_dim, format.bits, side.row(b, h, token));
 }
