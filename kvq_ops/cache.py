@@ -29,7 +29,7 @@ class QuantizedKVCache(nn.Module):
     Inside a compiled or exported model use :meth:`append`, :meth:`attend` and, between sequences, :meth:`reset`. Do no
     arithmetic of your own on ``lengths`` there: AOTInductor freezes a one-element buffer that an aten operator reads or
     writes (so ``reset`` has no place in an AOTInductor model of batch 1 either). The other methods read lengths on the
-    host and belong between steps.
+    host and belong between steps. After ``to_empty`` call :meth:`reset`.
 
     What an op refuses is a ``RuntimeError`` of the op; what this class refuses is a ``ValueError``, before anything is
     written.

@@ -247,10 +247,9 @@ def test_fake(op, changes, said):
         assert refusal(op, given | fakes) == f"{op}: {said}"
 
 
-@pytest.mark.parametrize(("op", "changes", "said"), TABLE)
+@pytest.mark.parametrize(("op", "changes", "said"), [case for case in TABLE if "device" not in case.id])
 def test_meta(op, changes, said):
-    if "meta" in said:
-        pytest.skip("every tensor is on meta here")
+    """Where every tensor is on one device."""
     given = changed(op, changes)
     metas = {name: x.new_empty_strided(x.shape, x.stride(), device="meta") for name, x in tensors(given).items()}
     assert refusal(op, given | metas) == f"{op}: {said}"
