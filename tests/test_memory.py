@@ -34,7 +34,7 @@ print(cache.nbytes, peak() - before)
 @pytest.mark.parametrize("tokens", [1, 16], ids="t{}".format)
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_peak(name, tokens):
-    """Tokens times head_dim of one head are 8 MB as bytes, 4 MB as nibbles; nothing of that size is taken, in none of the formats."""
+    """Tokens times head_dim of one head are 8 MB as bytes, 4 MB as nibbles; nothing of that size is taken."""
     run = run_python(PEAK, name, str(tokens))
     assert run.returncode == 0, run.stderr
     nbytes, growth = map(int, run.stdout.split())
