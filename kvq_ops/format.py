@@ -60,7 +60,7 @@ class SideFormat:
     @property
     def limit(self) -> int:
         """Largest code: codes lie in ``-limit..limit``."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     @property
     def codes_dtype(self) -> str:
@@ -126,5 +126,5 @@ def get_format(name: str | CacheFormat) -> CacheFormat:
     key, slash, value = name.partition("/") if isinstance(name, str) else ("", "", "")
     if key in _SIDES and (value in _SIDES if slash else True):
         return CacheFormat(_SIDES[key], _SIDES[value if slash else key])
-    known = ", ".join(sorted(FORMATS))
-    raise ValueError(f"format must be one of {known} or <key>/<value> of them, got {name!r}")
+    known, got = ", ".join(sorted(FORMATS)), f"'{name}'" if isinstance(name, str) else repr(name)
+    raise ValueError(f"format must be one of {known} or <key>/<value> of them, got {got}")

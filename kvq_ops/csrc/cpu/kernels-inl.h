@@ -207,24 +207,19 @@ struct Weights {
   int32_t sum[kMaxRows];                              // of the codes
 };
 
-// Adds the weighted rows of a block, channels of STEPS code vectors from step s on (vector V of each), to acc.
+// Sums of ROWS query rows over the channels of STEPS code vectors, vector V of each.
 template <class Codec, int V, int ROWS, int STEPS>
-inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
-                       Ahead* ahead) {
+struct ValueSums {
   I32 sum[ROWS][STEPS][2];
-  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
-  }
-  for (int64_t j = 0; j < values.tokens; j += 2) {
-    const uint8_t *even = values.row(j), *odd = values.row(j + 1);
-    if (V == 0) ahead->advance(2 * STEPS * kLanes);
+
+  // Adds two value rows; `weights` points at the weights of both.
+  void add_pair(const uint8_t* even, const uint8_t* odd, const int32_t* offset, const int16_t* weights) {
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
       I16 first, second;
-      const int64_t offset = plan.offset[s + k];
-      interleave(Codec::template vector<V>(Codec::load(even + offset)),
-                 Codec::template vector<V>(Codec::load(odd + offset)), &first, &second);
+      interleave(Codec::template vector<V>(Codec::load(even + offset[k])),
+                 Codec::template vector<V>(Codec::load(odd + offset[k])), &first, &second);
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const I16 w = pair_i16(weights.code + r * kBlockTokens + j);
+        const I16 w = pair_i16(weights + r * kBlockTokens);
         sum[r][k][0] = dot(sum[r][k][0], first, w);
         pin(sum[r][k][0]);
         sum[r][k][1] = dot(sum[r][k][1], second, w);
@@ -232,6 +227,28 @@ inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, con
       }
     }
   }
+};
+
+// Adds the weighted rows of a block to acc: channels of STEPS code vectors from step s on, vector V of each.
+template <class Codec, int V, int ROWS, int STEPS>
+inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                       Ahead* ahead) {
+  constexpr int64_t kRun = 16;  // tokens between prefetches, which would take registers from the inner loop
+  ValueSums<Codec, V, ROWS, STEPS> sums;
+  auto& sum = sums.sum;
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
+  }
+  const int32_t* offset = plan.offset + s;
+  const uint8_t* row = values.first;
+  const int64_t stride = values.stride;
+  int64_t j = 0;
+  while (j + 1 < values.tokens) {
+    if (V == 0) ahead->advance(kRun * STEPS * kLanes);
+    const int64_t end = j + kRun < values.tokens ? j + kRun : values.tokens - 1;
+    for (; j < end; j += 2, row += 2 * stride) sums.add_pair(row, row + stride, offset, weights.code + j);
+  }
+  if (j < values.tokens) sums.add_pair(row, row, offset, weights.code + j);  // the weight past the last token is 0
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
     const F32 scale = set_f32(weights.scale[r]), correction = set_f32(weights.correction[r]);
     const I32 offset = set_i32(Codec::kOffset * weights.sum[r]);
@@ -356,6 +373,7 @@ struct Attend {
     alignas(64) int32_t logits[ROWS * kBlockTokens];
     Weights weights;
     const int64_t at = (unit.b * p.heads_kv + unit.h) * p.rows() + unit.first_row + row;
+    if (block->keys.tokens < kBlockTokens) std::memset(logits, 0, sizeof logits);  // tiles leave the rest
     key_block<KeyCodec, ROWS>(block->keys, key_plan, queries.codes + at * key_plan.width, logits, &block->ahead);
     for (int64_t r = 0; r < ROWS; ++r) {
       softmax_row(logits + r * kBlockTokens, KeyCodec::kOffset * queries.sums[at + r], queries.scales[at + r],
