@@ -274,17 +274,18 @@ KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16
   }
 }
 
+// Tiles of STEPS code vectors from step s on, then what is left in narrower ones.
+template <class Codec, int V, int ROWS, int STEPS>
+inline void value_tiles(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                        Ahead* ahead) {
+  for (; s + STEPS <= plan.steps; s += STEPS) value_tile<Codec, V, ROWS, STEPS>(values, s, plan, weights, acc, ahead);
+  if constexpr (STEPS > 1) value_tiles<Codec, V, ROWS, STEPS / 2>(values, s, plan, weights, acc, ahead);
+}
+
 template <class Codec, int V, int ROWS>
 KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc,
                               Ahead* ahead) {
-  constexpr int kSteps = tile_steps(ROWS);
-  int64_t s = 0;
-  for (; s + kSteps <= plan.steps; s += kSteps) {
-    value_tile<Codec, V, ROWS, kSteps>(values, s, plan, weights, acc, ahead);
-  }
-  for (; s < plan.steps; ++s) {
-    value_tile<Codec, V, ROWS, 1>(values, s, plan, weights, acc, ahead);
-  }
+  value_tiles<Codec, V, ROWS, tile_steps(ROWS)>(values, 0, plan, weights, acc, ahead);
 }
 
 // ------------------------------------------------------------------------------------------------------- softmax
