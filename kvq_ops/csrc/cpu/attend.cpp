@@ -12,7 +12,7 @@ namespace kvq {
 namespace {
 
 constexpr int64_t kMaxSplits = 32;
-constexpr int64_t kSplitBlocks = 4;  // a split holds at least this many blocks of kBlockTokens tokens
+constexpr int64_t kSplitBlocks = 8;  // a split holds at least this many blocks of kBlockTokens tokens
 // A thread is worth waking for about this many bytes of cache, less where many query rows share them.
 constexpr int64_t kBytesPerThread = 192 << 10;
 

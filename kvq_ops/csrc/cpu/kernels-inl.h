@@ -350,12 +350,23 @@ inline Block make_block(const Side& side, const LanePlan& plan, int64_t row_byte
 }
 
 inline void load_scales(const Side& side, int64_t b, int64_t h, int64_t token, int64_t tokens, float* scales) {
-  for (int64_t j = 0; j < tokens; ++j) scales[j] = *side.scale(b, h, token + j);
+  const float* from = side.scale(b, h, token);
+  if (side.scales_token == 1) {
+    if (tokens == kBlockTokens) {
+      for (int64_t j = 0; j < kBlockTokens; j += kFloats) store_f32(scales + j, load_f32(from + j));
+      return;
+    }
+    std::memcpy(scales, from, static_cast<size_t>(tokens) * sizeof(float));
+  } else {
+    for (int64_t j = 0; j < tokens; ++j) scales[j] = from[j * side.scales_token];
+  }
   for (int64_t j = tokens; j < kBlockTokens; ++j) scales[j] = 0.0f;
 }
 
 // One block of tokens: rows and scales (0 past the last token) of both sides.
 struct Tokens {
+  Tokens(const Block& keys_, const Block& values_) : keys(keys_), values(values_), ahead(keys_, values_) {}
+
   Block keys, values;
   Ahead ahead;
   alignas(64) float key_scale[kBlockTokens], value_scale[kBlockTokens];
@@ -434,7 +445,7 @@ struct Attend {
       const int64_t left = unit.last_token - token, count = left < kBlockTokens ? left : kBlockTokens;
       const Block keys = make_block(p.key, key_plan, key_bytes, unit.b, unit.h, token, count, padded_keys);
       const Block values = make_block(p.value, value_plan, value_bytes, unit.b, unit.h, token, count, padded_values);
-      Tokens block{keys, values, Ahead(keys, values), {}, {}};
+      Tokens block(keys, values);
       load_scales(p.key, unit.b, unit.h, token, count, block.key_scale);
       load_scales(p.value, unit.b, unit.h, token, count, block.value_scale);
       tiles(&block, token);
