@@ -106,13 +106,14 @@ class QuantizedKVCache(nn.Module):
         """Forget the newest tokens, in place: an int keeps at most that many of each sequence and lies in 0..longest;
         an int32 tensor [batch] gives the new lengths, each at most the current one."""
         kept = checks.truncate_lengths(lengths, self.lengths)
-        self.lengths.copy_(torch.tensor(kept, dtype=torch.int32))
+        self.lengths.copy_(torch.tensor(kept, dtype=torch.int32, device="cpu"))
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence index[b] was, in place: int64 or int32 [batch], any device, repeats and
         cycles allowed. Copies the tokens in use of the sequences that change, by way of one sequence of one part."""
         sources = checks.reorder_index(index, self.batch)
         lengths = self.lengths.tolist()
+        new_lengths = torch.tensor([lengths[source] for source in sources], dtype=torch.int32, device="cpu")
         moves = list(_moves(sources))
         for name in self._part_names:
             part = getattr(self, name)
@@ -123,7 +124,7 @@ class QuantizedKVCache(nn.Module):
                     continue
                 rows = saved if source == _SAVED else part[source, :, : lengths[source]]
                 part[to, :, : rows.shape[1]] = rows
-        self.lengths.copy_(torch.tensor([lengths[source] for source in sources], dtype=torch.int32))
+        self.lengths.copy_(new_lengths)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Keys and values as attend reads them, fp32 [batch, heads_kv, longest, head_dim], zeros past each length."""

@@ -7,19 +7,20 @@ so they trace with symbolic sizes; what needs the data (lengths against capacity
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from kvq_ops.format import MAX_HEAD_DIM, MIN_HEAD_DIM, CacheFormat, Part, get_format
+from kvq_ops.format import MAX_HEAD_DIM, MAX_TOKENS, MIN_HEAD_DIM, CacheFormat, Part, get_format
 
 __all__ = ["append", "attend", "cache_format", "cache_sizes", "reorder_index", "state", "truncate_lengths"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 STATE_VERSION = 1
+MAX_SCALE = torch.finfo(torch.float32).max
+"""Kernels take the softmax scale in fp32."""
 
 
 def _fail(op: str, argument: str, requirement: str, got: object) -> NoReturn:
@@ -65,6 +66,8 @@ def _rows(op: str, argument: str, rows: Tensor, layouts: dict[int, str]) -> None
 def _codes_layout(op: str, key_codes: Tensor) -> None:
     if key_codes.dim() != 4:
         _fail(op, "key_codes", "have 4 dimensions [batch, heads_kv, max_tokens, row bytes]", _shape(key_codes.shape))
+    if key_codes.shape[2] > MAX_TOKENS:
+        _fail(op, "key_codes", f"have at most {MAX_TOKENS} tokens", key_codes.shape[2])
 
 
 def _like(op: str, argument: str, tensor: Tensor, part: Part, device: torch.device) -> None:
@@ -91,6 +94,14 @@ def _absent(op: str, format: str, **parts: Tensor | None) -> None:
     for name, part in parts.items():
         if part is not None:
             _fail(op, name, f"be None for format {format}", "a tensor")
+
+
+def _no_overlap(op: str, **parts: Tensor) -> None:
+    """Nothing that is written may be the same memory twice."""
+    for name, part in parts.items():
+        for size, stride in zip(part.shape, part.stride(), strict=True):
+            if stride == 0 and size > 1:
+                _fail(op, name, "not overlap itself", f"strides {_shape(part.stride())}")
 
 
 def append(
@@ -120,6 +131,7 @@ def append(
         _fail(op, "value", f"be on {key.device}", value.device)
     _parts(op, cache, key, key.shape[1], key_codes, key_scales, value_codes, value_scales, lengths)
     _absent(op, format, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
+    _no_overlap(op, key_codes=key_codes, key_scales=key_scales, value_codes=value_codes, value_scales=value_scales)
 
 
 def attend(
@@ -149,8 +161,8 @@ def attend(
         _fail(op, "query", "have a multiple of the cache's heads_kv heads", got)
     _parts(op, cache, query, heads_kv, key_codes, key_scales, value_codes, value_scales, lengths)
     _absent(op, format, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
-    if scale is not None and not math.isfinite(scale):
-        _fail(op, "scale", "be finite", scale)
+    if scale is not None and not abs(scale) <= MAX_SCALE:
+        _fail(op, "scale", "be finite", "inf" if scale > 0 else "-inf" if scale < 0 else "nan")
 
 
 def cache_format(bits: int, format: str | CacheFormat | None) -> CacheFormat:
@@ -175,6 +187,8 @@ def cache_sizes(batch: int, heads_kv: int, head_dim: int, max_tokens: int, dtype
             _refuse("QuantizedKVCache", name, f"be even and from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}", size)
         if size < 1:
             _refuse("QuantizedKVCache", name, "be at least 1", size)
+        if name == "max_tokens" and size > MAX_TOKENS:
+            _refuse("QuantizedKVCache", name, f"be at most {MAX_TOKENS}", size)
     if dtype not in FLOATS:
         got = _name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
         _refuse("QuantizedKVCache", "dtype", "be float32, bfloat16 or float16", got)
@@ -228,7 +242,7 @@ def state(given: Mapping[str, Any], facts: Mapping[str, Any], format: CacheForma
     if not isinstance(given, Mapping):
         _refuse(method, "state", "be a dict", f"a {type(given).__name__}")
     for name, fact in facts.items():
-        if given.get(name) != fact:
+        if type(given.get(name)) is not type(fact) or given[name] != fact:
             _refuse(method, name, f"be {fact}", given.get(name, "nothing"))
     names = [*facts, "lengths", *format.parts(batch, heads_kv, head_dim, 0)]
     if set(given) != set(names):
@@ -241,6 +255,8 @@ def state(given: Mapping[str, Any], facts: Mapping[str, Any], format: CacheForma
         tensor, shape = given[name], part.shape[1:]
         if not isinstance(tensor, Tensor):
             _refuse(method, name, "be a tensor", type(tensor).__name__)
+        if tensor.is_meta:
+            _refuse(method, name, "hold data", "a tensor on meta")
         if _name(tensor.dtype) != part.dtype:
             _refuse(method, name, f"be {part.dtype}", _name(tensor.dtype))
         if tensor.shape != shape:

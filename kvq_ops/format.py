@@ -19,10 +19,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["FORMATS", "MAX_HEAD_DIM", "MIN_HEAD_DIM", "NIBBLE_BLOCK", "CacheFormat", "Part", "SideFormat", "get_format"]
+__all__ = [
+    "FORMATS",
+    "MAX_HEAD_DIM",
+    "MAX_TOKENS",
+    "MIN_HEAD_DIM",
+    "NIBBLE_BLOCK",
+    "CacheFormat",
+    "Part",
+    "SideFormat",
+    "get_format",
+]
 
 MIN_HEAD_DIM = 8
 MAX_HEAD_DIM = 1024
+MAX_TOKENS = 2**31 - 1
+"""Of one sequence: lengths are int32."""
 NIBBLE_BLOCK = 64
 """Codes in one block of the 4-bit byte order."""
 LENGTH_BYTES = 4
@@ -50,7 +62,7 @@ class SideFormat:
     bits: int
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        if type(self.bits) is not int or self.bits not in (4, 8):
             raise ValueError(f"SideFormat: bits must be 4 or 8, got {self.bits!r}")
 
     @property
@@ -79,12 +91,24 @@ class SideFormat:
         }
 
 
+_SIDES = {side.name: side for side in (SideFormat(4), SideFormat(8))}
+
+
 @dataclass(frozen=True)
 class CacheFormat:
     """How a cache is coded: ``key`` and ``value``, each a :class:`SideFormat` or its name."""
 
     key: SideFormat
     value: SideFormat
+
+    def __post_init__(self) -> None:
+        for side in ("key", "value"):
+            given = getattr(self, side)
+            coding = _SIDES.get(given) if isinstance(given, str) else given
+            if not isinstance(coding, SideFormat):
+                known = " or ".join(sorted(_SIDES))
+                raise ValueError(f"CacheFormat: {side} must be a SideFormat or {known}, got {given!r}")
+            object.__setattr__(self, side, coding)
 
     @property
     def name(self) -> str:
@@ -110,8 +134,6 @@ class CacheFormat:
         parts = self.parts(batch, heads_kv, head_dim, max_tokens)
         return sum(part.nbytes for part in parts.values()) + batch * LENGTH_BYTES
 
-
-_SIDES = {side.name: side for side in (SideFormat(4), SideFormat(8))}
 
 FORMATS = {name: CacheFormat(side, side) for name, side in _SIDES.items()}
 """The presets by name."""

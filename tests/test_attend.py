@@ -71,6 +71,24 @@ def test_head_dims(name, dtype, head_dim):
         assert_close(query.to(DTYPES[dtype]), filled(name, key, value), name)
 
 
+@pytest.mark.parametrize("head_dim", [514, 768, 1022, 1024], ids="d{}".format)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_long_heads_one_row_at_a_time(name, head_dim):
+    """Their logits could leave int32; a query is as precise as in short ones all the same."""
+    torch.manual_seed(head_dim)
+    for _ in range(60):
+        key, value, query = torch.randn(1, 1, 3, head_dim), torch.randn(1, 1, 3, head_dim), torch.randn(1, 1, head_dim)
+        assert_close(query, filled(name, key, value), name)
+
+
+def test_no_logit_overflows():
+    """The largest codes that there are, all of one sign, over the longest head."""
+    ones = torch.ones(1, 1, 2, 1024)
+    for name in FORMAT_NAMES:
+        cache = filled(name, ones, ones * torch.tensor([1.0, 0.5])[:, None])
+        assert_close(ones[:, :, 0] * 0.01, cache, name)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 16, 17], ids="t{}".format)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (9, 3)], ids=lambda heads: "q{}kv{}".format(*heads))
 @pytest.mark.parametrize("name", FORMAT_NAMES)

@@ -46,6 +46,10 @@ FORMAT_CASES: dict[str, Case] = {
 }
 
 PART_CASES: dict[str, Case] = {
+    "key_codes-tokens": (
+        {"key_codes": lambda a: resized(a["key_codes"], 2, 3, 2**31, 0)},
+        "key_codes must have at most 2147483647 tokens, got 2147483648",
+    ),
     "key_codes-dim": ({"key_codes": lambda a: resized(a["key_codes"], 2, 3)}, f"{CODES_LAYOUT}, got [2, 3]"),
     "key_codes-dtype": ({"key_codes": lambda a: a["key_codes"].short()}, "key_codes must be int8, got int16"),
     "key_codes-of-int4": ({"format": "int4"}, "key_codes must be uint8, got int8"),
@@ -149,8 +153,8 @@ ATTEND_CASES: dict[str, Case] = {
         "key_codes must have at least 1 head, got 0",
     ),
     **{
-        f"scale-{scale}": ({"scale": scale}, f"scale must be finite, got {scale}")
-        for scale in (math.nan, math.inf, -math.inf)
+        f"scale-{scale}": ({"scale": scale}, f"scale must be finite, got {said}")
+        for scale, said in [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1e300, "inf"), (-4e38, "-inf")]
     },
     "format-first": (
         {"format": "int2", "query": lambda a: resized(a["query"], 2, 3)},
@@ -181,6 +185,14 @@ APPEND_CASES: dict[str, Case] = {
     "value-shape": (
         {"value": lambda a: resized(a["value"], 2, 3, 1, 8)},
         "value must have shape [2, 3, 2, 8] like key, got [2, 3, 1, 8]",
+    ),
+    "value_codes-overlap": (
+        {"value_codes": lambda a: a["value_codes"][:1].expand(2, 3, 6, 8)},
+        "value_codes must not overlap itself, got strides [0, 48, 8, 1]",
+    ),
+    "key_scales-overlap": (
+        {"key_scales": lambda a: a["key_scales"][:, :1].expand(2, 3, 6)},
+        "key_scales must not overlap itself, got strides [18, 0, 1]",
     ),
     "value-device": ({"value": lambda a: a["value"].to("meta")}, "value must be on cpu, got meta"),
     "key_codes-before-value": (

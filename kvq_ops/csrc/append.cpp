@@ -18,8 +18,7 @@ void check_rows(const Checker& check, const View& key, const View& value, const 
   if (!value.same_device(key)) check.fail("value", "be on " + key.device_text(), value.device_text());
 }
 
-void check_room(const Checker& check, const CacheViews& cache, int64_t tokens) {
-  const int32_t* lengths = static_cast<const int32_t*>(cache.lengths.data);
+void check_room(const Checker& check, const CacheViews& cache, const int32_t* lengths, int64_t tokens) {
   for (int64_t b = 0; b < cache.batch(); ++b) {
     if (lengths[b] + tokens > cache.max_tokens()) {
       check.fail("lengths",
@@ -48,8 +47,11 @@ void append_cpu(const Tensor& key_codes, const Tensor& key_scales, const Tensor&
   check_rows(check, k, v, cache);
   check_cache(check, cache, format, k, k.sizes[1]);
   check_unused(check, format_argument, key_zeros, value_zeros, key_full, value_full);
-  check_lengths(check, cache);
-  check_room(check, cache, k.sizes[2]);
+  for (const View* part : {&cache.key_codes, &cache.key_scales, &cache.value_codes, &cache.value_scales}) {
+    check_no_overlap(check, *part);
+  }
+  const int32_t* lengths_before = checked_lengths(check, cache);
+  check_room(check, cache, lengths_before, k.sizes[2]);
 
   AppendParams p;
   p.key = make_side<uint8_t, float>(cache.key_codes, cache.key_scales);
@@ -57,14 +59,14 @@ void append_cpu(const Tensor& key_codes, const Tensor& key_scales, const Tensor&
   p.key_rows = make_rows(k);
   p.value_rows = make_rows(v);
   p.format = format;
-  int32_t* length = static_cast<int32_t*>(cache.lengths.data);
-  p.lengths = length;
+  p.lengths = lengths_before;
   p.batch = k.sizes[0];
   p.heads_kv = k.sizes[1];
   p.tokens = k.sizes[2];
   p.head_dim = k.sizes[3];
   append(p, kernels(), torch_pool());
-  for (int64_t b = 0; b < p.batch; ++b) length[b] += static_cast<int32_t>(p.tokens);
+  int32_t* after = static_cast<int32_t*>(cache.lengths.data);
+  for (int64_t b = 0; b < p.batch; ++b) after[b] = lengths_before[b] + static_cast<int32_t>(p.tokens);
 }
 
 }  // namespace kvq

@@ -1,12 +1,12 @@
+#include <limits>
+
 #include "ops.h"
 
 namespace kvq {
 
 namespace {
 
-std::string float_text(double x) {
-  return std::isnan(x) ? "nan" : x > 0 ? "inf" : "-inf";
-}
+std::string float_text(double x) { return std::isnan(x) ? "nan" : x > 0 ? "inf" : "-inf"; }
 
 void check_query(const Checker& check, const View& query) {
   if (query.dim != 3 && query.dim != 4) {
@@ -27,8 +27,7 @@ void check_heads(const Checker& check, const View& query, const View& key_codes)
   }
 }
 
-void check_tokens(const Checker& check, const CacheViews& cache, int64_t tokens) {
-  const int32_t* lengths = static_cast<const int32_t*>(cache.lengths.data);
+void check_tokens(const Checker& check, const CacheViews& cache, const int32_t* lengths, int64_t tokens) {
   for (int64_t b = 0; b < cache.batch(); ++b) {
     if (lengths[b] != 0 && lengths[b] < tokens) {
       check.fail("query", "have at most as many tokens as each sequence holds",
@@ -37,22 +36,23 @@ void check_tokens(const Checker& check, const CacheViews& cache, int64_t tokens)
   }
 }
 
-Tensor attend_any(const char* op, const Tensor& query, const CacheViews& cache, StringHandle format_text,
+Tensor attend_any(const char* op, const Tensor& query, const CacheViews& cache, const FormatArgument& format_argument,
                   std::optional<double> scale, const OptionalTensor& key_zeros, const OptionalTensor& value_zeros,
                   const OptionalTensor& key_full, const OptionalTensor& value_full, Tensor* lse) {
   const Checker check{op};
-  const FormatArgument format_argument(format_text);
   const CacheFormat format = format_argument.parse(check);
   const View q("query", query);
   check_query(check, q);
   check_heads(check, q, cache.key_codes);
   check_cache(check, cache, format, q, cache.key_codes.sizes[1]);
   check_unused(check, format_argument, key_zeros, value_zeros, key_full, value_full);
-  if (scale && !std::isfinite(*scale)) check.fail("scale", "be finite", float_text(*scale));
-  check_lengths(check, cache);
+  // Kernels take it in fp32: beyond that range it is infinite.
+  if (scale && !(std::fabs(*scale) <= std::numeric_limits<float>::max()))
+    check.fail("scale", "be finite", float_text(*scale));
+  const int32_t* held = checked_lengths(check, cache);
   const bool one = q.dim == 3;
   const int64_t tokens = one ? 1 : q.sizes[2], head_dim = q.sizes[q.dim - 1];
-  check_tokens(check, cache, tokens);
+  check_tokens(check, cache, held, tokens);
 
   const Tensor out = torch::stable::new_empty(query, {q.sizes, static_cast<size_t>(q.dim)});
   AttendParams p;
@@ -60,7 +60,7 @@ Tensor attend_any(const char* op, const Tensor& query, const CacheViews& cache, 
   p.key = make_side<const uint8_t, const float>(cache.key_codes, cache.key_scales);
   p.value = make_side<const uint8_t, const float>(cache.value_codes, cache.value_scales);
   p.format = format;
-  p.lengths = static_cast<const int32_t*>(cache.lengths.data);
+  p.lengths = held;
   p.batch = q.sizes[0];
   p.heads_q = q.sizes[1];
   p.heads_kv = cache.heads_kv();
@@ -80,18 +80,20 @@ Tensor attend_any(const char* op, const Tensor& query, const CacheViews& cache, 
 }  // namespace
 
 Tensor attend_cpu(const Tensor& query, const Tensor& key_codes, const Tensor& key_scales, const Tensor& value_codes,
-                  const Tensor& value_scales, const Tensor& lengths, StringHandle format, std::optional<double> scale,
-                  const OptionalTensor& key_zeros, const OptionalTensor& value_zeros, const OptionalTensor& key_full,
-                  const OptionalTensor& value_full) {
+                  const Tensor& value_scales, const Tensor& lengths, StringHandle format_text,
+                  std::optional<double> scale, const OptionalTensor& key_zeros, const OptionalTensor& value_zeros,
+                  const OptionalTensor& key_full, const OptionalTensor& value_full) {
+  const FormatArgument format(format_text);
   const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths);
   return attend_any("kvq::attend", query, cache, format, scale, key_zeros, value_zeros, key_full, value_full, nullptr);
 }
 
 std::tuple<Tensor, Tensor> attend_lse_cpu(const Tensor& query, const Tensor& key_codes, const Tensor& key_scales,
                                           const Tensor& value_codes, const Tensor& value_scales, const Tensor& lengths,
-                                          StringHandle format, std::optional<double> scale,
+                                          StringHandle format_text, std::optional<double> scale,
                                           const OptionalTensor& key_zeros, const OptionalTensor& value_zeros,
                                           const OptionalTensor& key_full, const OptionalTensor& value_full) {
+  const FormatArgument format(format_text);
   const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths);
   Tensor lse;
   const Tensor out =

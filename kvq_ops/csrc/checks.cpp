@@ -1,5 +1,8 @@
 #include "checks.h"
 
+#include <limits>
+#include <vector>
+
 namespace kvq {
 
 namespace {
@@ -48,6 +51,10 @@ void check_four_dimensions(const Checker& check, const View& codes) {
   if (codes.dim != 4) {
     check.fail(codes.name, "have 4 dimensions [batch, heads_kv, max_tokens, row bytes]", codes.shape_text());
   }
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // lengths are int32
+  if (codes.sizes[2] > kMost) {
+    check.fail(codes.name, "have at most " + std::to_string(kMost) + " tokens", std::to_string(codes.sizes[2]));
+  }
 }
 
 void check_cache(const Checker& check, const CacheViews& cache, const CacheFormat& format, const View& like,
@@ -73,14 +80,25 @@ void check_unused(const Checker& check, const FormatArgument& format, const Opti
   refuse("value_full", value_full);
 }
 
-void check_lengths(const Checker& check, const CacheViews& cache) {
-  const int32_t* lengths = static_cast<const int32_t*>(cache.lengths.data);
-  for (int64_t b = 0; b < cache.batch(); ++b) {
-    if (lengths[b] < 0 || lengths[b] > cache.max_tokens()) {
-      check.fail("lengths", "lie in 0.." + std::to_string(cache.max_tokens()),
-                 std::to_string(lengths[b]) + " at " + std::to_string(b));
+void check_no_overlap(const Checker& check, const View& part) {
+  for (int64_t i = 0; i < part.dim; ++i) {
+    if (part.sizes[i] > 1 && part.strides[i] == 0) {
+      check.fail(part.name, "not overlap itself", "strides " + list_text(part.strides, static_cast<size_t>(part.dim)));
     }
   }
+}
+
+const int32_t* checked_lengths(const Checker& check, const CacheViews& cache) {
+  static thread_local std::vector<int32_t> copy;
+  const int32_t* lengths = static_cast<const int32_t*>(cache.lengths.data);
+  copy.assign(lengths, lengths + cache.batch());
+  for (size_t b = 0; b < copy.size(); ++b) {
+    if (copy[b] < 0 || copy[b] > cache.max_tokens()) {
+      check.fail("lengths", "lie in 0.." + std::to_string(cache.max_tokens()),
+                 std::to_string(copy[b]) + " at " + std::to_string(b));
+    }
+  }
+  return copy.data();
 }
 
 Dtype float_dtype(ScalarType dtype) {

@@ -178,8 +178,11 @@ void check_four_dimensions(const Checker&, const View& codes);
 void check_cache(const Checker&, const CacheViews&, const CacheFormat&, const View& like, int64_t heads_kv);
 void check_unused(const Checker&, const FormatArgument&, const OptionalTensor& key_zeros,
                   const OptionalTensor& value_zeros, const OptionalTensor& key_full, const OptionalTensor& value_full);
-// Reads the lengths: each must lie in 0..max_tokens.
-void check_lengths(const Checker&, const CacheViews&);
+// Nothing that is written through this part may be the same memory twice.
+void check_no_overlap(const Checker&, const View& part);
+// A copy of the lengths, kept until this thread's next call: each lies in 0..max_tokens. Checks and kernels read the
+// copy alone, so another thread that writes lengths meanwhile cannot lead them out of bounds.
+const int32_t* checked_lengths(const Checker&, const CacheViews&);
 
 Dtype float_dtype(ScalarType);
 Parallel torch_pool();

@@ -1,7 +1,7 @@
 // Cuts an attend call into units of work, runs them on any thread in any order, and merges each row in a fixed order.
 //
 // A sequence is split by its own length alone, so a row's result is the same whatever the threads, the capacity and
-// the rest of the batch. Splits are few (32 for one query token), so partial results do not grow with the tokens.
+// the rest of the batch. Splits are few (32 for one query token), so partial results do not grow with the cache.
 #include <cmath>
 #include <cstring>
 
@@ -26,17 +26,17 @@ struct Job {
   const AttendParams& p;
   const Kernels& kernels;
   const LanePlan &key_plan, &value_plan;
-  int64_t rows;       // query rows of one head of the cache
-  int64_t row_parts;  // units that share the rows of one split
-  int64_t units, prepare_workers;
-  Sequence* sequences;
-  int16_t* query_codes;
-  float* query_scales;
-  int32_t* query_sums;
-  Partial* partials;
-  float* acc;
-  int32_t* done;  // units finished of each [batch, head, row part]
-  int64_t next_unit;
+  int64_t rows = p.rows();  // query rows of one head of the cache
+  int64_t row_parts = 1;    // units that share the rows of one split
+  int64_t units = 0, prepare_workers = 1;
+  Sequence* sequences = nullptr;
+  int16_t* query_codes = nullptr;
+  float* query_scales = nullptr;
+  int32_t* query_sums = nullptr;
+  Partial* partials = nullptr;
+  float* acc = nullptr;
+  int32_t* done = nullptr;  // units finished of each [batch, head, row part]
+  int64_t next_unit = 0;
 
   int64_t part_row(int64_t part) const { return rows * part / row_parts; }
 
@@ -128,8 +128,7 @@ void attend(const AttendParams& p, const Kernels& kernels, const Parallel& paral
   const CacheFormat& format = p.format;
   const LanePlan& key_plan = lane_plan(&kept_key, p.head_dim, format.key.bits, kernels.lanes);
   const LanePlan& value_plan = lane_plan(&kept_value, p.head_dim, format.value.bits, kernels.lanes);
-  Job job{p,       kernels, key_plan, value_plan, p.rows(), 1,       0,       1,
-          nullptr, nullptr, nullptr,  nullptr,    nullptr,  nullptr, nullptr, 0};
+  Job job{p, kernels, key_plan, value_plan};
 
   int64_t tokens = 0, splits = 0;
   for (int64_t b = 0; b < p.batch; ++b) {

@@ -5,8 +5,10 @@
 
 #include "params.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__aarch64__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 namespace kvq {
@@ -42,9 +44,12 @@ struct Isa {
 };
 
 #if defined(__x86_64__)
-// F16C came before AVX2 in every processor that has both.
+bool has_f16c() {  // GCC 10 has no name for it in __builtin_cpu_supports
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -55,11 +60,7 @@ bool has_vnni() {
 }
 #elif defined(__aarch64__)
 bool has_dot() {
-#if defined(__APPLE__)
-  return true;
-#else
   return (getauxval(AT_HWCAP) & (1UL << 20)) != 0;  // HWCAP_ASIMDDP
-#endif
 }
 #endif
 

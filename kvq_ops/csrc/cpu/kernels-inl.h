@@ -62,7 +62,10 @@ void append_side(const MutableSide& side, const SideFormat& format, const Rows& 
   const char* row = rows.row(b, h, t);
   // A few rows ahead: a row ends before the hardware sees its stream. Past the last row the address is harmless.
   const int64_t stride = rows.stride_token * item_bytes(rows.dtype);
-  for (int64_t i = 0; i < head_dim * item_bytes(rows.dtype); i += 64) prefetch(row + kRowsAhead * stride + i);
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(row) + static_cast<uintptr_t>(kRowsAhead * stride);
+  for (int64_t i = 0; i < head_dim * item_bytes(rows.dtype); i += 64) {
+    prefetch(reinterpret_cast<const void*>(ahead + static_cast<uintptr_t>(i)));
+  }
   load_row(row, rows.dtype, rows.stride_dim, head_dim, x);
   *side.scale(b, h, token) = quantize_row(x, head_dim, format.limit(), code);
   pack_row(code, head_dim, format.bits, side.row(b, h, token));
@@ -76,15 +79,25 @@ void append_row(const AppendParams& p, int64_t b, int64_t h, int64_t t) {
 
 // ------------------------------------------------------------------------------------------------------- query
 
+inline int64_t sum_of_magnitudes(const int32_t* code, int64_t count) {
+  int32_t sum = 0;  // at most 1024 * 32767
+  for (int64_t i = 0; i < count; ++i) sum += code[i] < 0 ? -code[i] : code[i];
+  return sum;
+}
+
 void prepare_query(const AttendParams& p, const LanePlan& plan, int64_t b, int64_t h, int64_t r, int16_t* codes,
                    float* scale, int32_t* sum) {
   alignas(64) float x[kMaxHeadDim];
   alignas(64) int32_t code[kMaxHeadDim];
   const int64_t head = h * p.group() + r % p.group();
   load_row(p.query.row(b, head, r / p.group()), p.query.dtype, p.query.stride_dim, p.head_dim, x);
-  // 127 * 32767 * 512 and 15 * 32767 * 1024 stay inside int32; int8 keys of longer heads take one bit less.
-  const int limit = plan.bits == 8 && p.head_dim > 512 ? kQueryLimit / 2 : kQueryLimit;
-  *scale = quantize_row(x, p.head_dim, limit, code) * p.scale;
+  // Logits must stay inside int32 whatever the keys hold; a row that might not takes one bit less.
+  const int64_t largest = plan.bits == 8 ? 127 : 15;
+  *scale = quantize_row(x, p.head_dim, kQueryLimit, code);
+  if (largest * sum_of_magnitudes(code, p.head_dim) > INT32_MAX) {
+    *scale = quantize_row(x, p.head_dim, kQueryLimit / 2, code);
+  }
+  *scale *= p.scale;
   int32_t total = 0;
   for (int64_t i = 0; i < p.head_dim; ++i) total += code[i];
   *sum = total;
@@ -126,23 +139,25 @@ class Ahead {
   }
 
  private:
-  struct Side {
-    explicit Side(const Block& block) : next(block.first + block.tokens * block.stride) {
+  struct Pages {
+    explicit Pages(const Block& block) : next(reinterpret_cast<uintptr_t>(block.first)) {
       const int64_t bytes = block.tokens * block.stride;
+      next += static_cast<uintptr_t>(bytes);
       streams = bytes >= 4 * kPage ? 4 : bytes >= 2 * kPage ? 2 : 1;
       part = bytes / streams;
       step = streams * 64;
     }
     void fetch() {
-      for (int64_t i = 0; i < streams; ++i) prefetch(next + i * part);
+      for (int64_t i = 0; i < streams; ++i)
+        prefetch(reinterpret_cast<const void*>(next + static_cast<uintptr_t>(i * part)));
       next += 64;
     }
-    const uint8_t* next;
+    uintptr_t next;  // an address to fetch from, not a pointer: it may lie past the cache
     int64_t streams, part, step;
   };
   static constexpr int64_t kPage = 4096;
 
-  Side keys_, values_;
+  Pages keys_, values_;
   int64_t due_ = 0;
 };
 
@@ -320,7 +335,7 @@ inline void softmax_row(const int32_t* logits, int32_t offset, float query_scale
 
   // The power of two that takes the largest weight to 2^14..2^15: uniform weights stay exact.
   const int32_t bits = absmax_bits(x, kBlockTokens);
-  const int32_t exponent = (bits >> 23) - 127 > -100 ? (bits >> 23) - 127 : -100;
+  const int32_t exponent = (bits >> 23) - 127 > -112 ? (bits >> 23) - 127 : -112;  // 2^(exponent - 14) stays normal
   const bool finite = bits < 0x7f800000;
   const F32 up = set_f32(finite ? float_of(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 0.0f);
   F32 total = set_f32(0.0f);
