@@ -6,7 +6,9 @@ namespace kvq {
 
 namespace {
 
-std::string float_text(double x) { return std::isnan(x) ? "nan" : x > 0 ? "inf" : "-inf"; }
+std::string float_text(double x) {
+  return std::isnan(x) ? "nan" : x > 0 ? "inf" : "-inf";
+}
 
 void check_query(const Checker& check, const View& query) {
   if (query.dim != 3 && query.dim != 4) {
