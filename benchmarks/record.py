@@ -2,7 +2,8 @@
 
 python -m benchmarks.record FOLDER > benchmarks/RESULTS.md
 
-FOLDER holds what --json wrote: attend.json, append.json, step.json, overhead.json, each where there is one.
+FOLDER holds what --json wrote: attend.json, append.json, step.json, overhead.json, and instructions.md, what
+`python -m benchmarks.instructions` printed; each where there is one.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+INSTRUCTIONS = """## Instructions of the inner loops
+
+For 32 codes and one query row, six rows sharing the codes, as GCC compiles them (`python -m benchmarks.instructions`);
+products are the multiply-accumulates among them. Nothing here timed avx512 without VNNI or NEON.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -65,6 +73,8 @@ def main() -> None:
         path = folder / f"{name}.json"
         if path.exists():
             print(f"## {title}\n\n{section(json.loads(path.read_text())).strip()}\n")
+    if (folder / "instructions.md").exists():
+        print(f"{INSTRUCTIONS}\n{(folder / 'instructions.md').read_text().strip()}")
 
 
 if __name__ == "__main__":

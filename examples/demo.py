@@ -276,7 +276,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--formats", nargs="*", default=FORMATS, help="to compare with plain; default: %(default)s; or int8/int4"
     )
-    parser.add_argument("--tokens", type=int, default=1024, help="of text to compare over; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=512, help="of text to compare over; default: %(default)s")
     parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     args = parser.parse_args(argv)
