@@ -81,6 +81,18 @@ def test_long_heads_one_row_at_a_time(name, head_dim):
         assert_close(query, filled(name, key, value), name)
 
 
+@pytest.mark.parametrize("head_dim", [64, 512, 514, 1024], ids="d{}".format)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_codes_that_append_never_writes(name, head_dim):
+    """-128 and -8: a cache may hold any bytes."""
+    key, value, query = torch.randn(1, 1, 70, head_dim), torch.randn(1, 1, 70, head_dim), torch.ones(1, 1, head_dim)
+    cache = filled(name, key, value)
+    for codes in (cache.key_codes, cache.value_codes):
+        lowest = -128 if codes.dtype == torch.int8 else 0
+        codes[:, :, ::3] = lowest
+    assert_close(query * 1e-2, cache, name)
+
+
 def test_no_logit_overflows():
     """The largest codes that there are, all of one sign, over the longest head."""
     ones = torch.ones(1, 1, 2, 1024)

@@ -51,8 +51,6 @@ inline float exp_nonpositive(float x) {
   return lanes[0];
 }
 
-// ------------------------------------------------------------------------------------------------------- append
-
 constexpr int64_t kRowsAhead = 6;
 
 void append_side(const MutableSide& side, const SideFormat& format, const Rows& rows, int64_t head_dim, int64_t b,
@@ -77,8 +75,6 @@ void append_row(const AppendParams& p, int64_t b, int64_t h, int64_t t) {
   append_side(p.value, p.format.value, p.value_rows, p.head_dim, b, h, t, token);
 }
 
-// ------------------------------------------------------------------------------------------------------- query
-
 inline int64_t sum_of_magnitudes(const int32_t* code, int64_t count) {
   int32_t sum = 0;  // at most 1024 * 32767
   for (int64_t i = 0; i < count; ++i) sum += code[i] < 0 ? -code[i] : code[i];
@@ -92,7 +88,7 @@ void prepare_query(const AttendParams& p, const LanePlan& plan, int64_t b, int64
   const int64_t head = h * p.group() + r % p.group();
   load_row(p.query.row(b, head, r / p.group()), p.query.dtype, p.query.stride_dim, p.head_dim, x);
   // Logits must stay inside int32 whatever the keys hold; a row that might not takes one bit less.
-  const int64_t largest = plan.bits == 8 ? 127 : 15;
+  const int64_t largest = plan.bits == 8 ? 128 : 15;
   *scale = quantize_row(x, p.head_dim, kQueryLimit, code);
   if (largest * sum_of_magnitudes(code, p.head_dim) > INT32_MAX) {
     *scale = quantize_row(x, p.head_dim, kQueryLimit / 2, code);
@@ -110,8 +106,6 @@ void prepare_query(const AttendParams& p, const LanePlan& plan, int64_t b, int64
   }
   arrange_query(codes, plan.width);
 }
-
-// ------------------------------------------------------------------------------------------------------- tiles
 
 // One block of tokens of one side: where its rows are. Rows past the last one read it again.
 struct Block {
@@ -303,8 +297,6 @@ KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const W
   value_tiles<Codec, V, ROWS, tile_steps(ROWS)>(values, 0, plan, weights, acc, ahead);
 }
 
-// ------------------------------------------------------------------------------------------------------- softmax
-
 // Logits of one row over a block to weight codes; `seen` of the tokens are visible to the row.
 inline void softmax_row(const int32_t* logits, int32_t offset, float query_scale, const float* key_scale,
                         const float* value_scale, int64_t seen, Partial* partial, Weights* weights, int64_t r) {
@@ -349,8 +341,6 @@ inline void softmax_row(const int32_t* logits, int32_t offset, float query_scale
   weights->sum[r] = finite ? static_cast<int32_t>(reduce_add(total)) : 0;
   weights->correction[r] = correction;
 }
-
-// ------------------------------------------------------------------------------------------------------- units
 
 // The rows of a block, copied to a padded buffer where a row is shorter than one load.
 inline Block make_block(const Side& side, const LanePlan& plan, int64_t row_bytes, int64_t b, int64_t h, int64_t token,

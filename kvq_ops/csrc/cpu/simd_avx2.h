@@ -18,7 +18,7 @@ using I16 = __m256i;
 using I32 = __m256i;
 using F32 = __m256;
 
-// ---- int16 products
+// Int16 products
 inline I32 zero_i32() {
   return _mm256_setzero_si256();
 }
@@ -62,10 +62,10 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
 }
 
-// ---- products of keys and queries
+// Products of keys and queries
 #include "key_i16-inl.h"
 
-// ---- int32
+// Int32
 inline I32 load_i32(const int32_t* p) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
 }
@@ -88,7 +88,7 @@ inline int32_t reduce_max_i32(I32 x) {
   return _mm_cvtsi128_si32(y);
 }
 
-// ---- fp32
+// Fp32
 inline F32 load_f32(const float* p) {
   return _mm256_loadu_ps(p);
 }
@@ -155,7 +155,7 @@ inline void store_i16(int16_t* p, I32 low, I32 high) {
   _mm256_store_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-// ---- 16-bit floats
+// 16-bit floats
 inline F32 load_bf16(const uint16_t* p) {
   const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));

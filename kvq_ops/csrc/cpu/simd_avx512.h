@@ -19,7 +19,7 @@ using I16 = __m512i;
 using I32 = __m512i;
 using F32 = __m512;
 
-// ---- int16 products
+// Int16 products
 inline I32 zero_i32() {
   return _mm512_setzero_si512();
 }
@@ -74,10 +74,10 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
 }
 
-// ---- products of keys and queries
+// Products of keys and queries
 #include "key_i16-inl.h"
 
-// ---- int32
+// Int32
 inline I32 load_i32(const int32_t* p) {
   return _mm512_load_si512(p);
 }
@@ -97,7 +97,7 @@ inline int32_t reduce_max_i32(I32 x) {
   return _mm512_reduce_max_epi32(x);
 }
 
-// ---- fp32
+// Fp32
 inline F32 load_f32(const float* p) {
   return _mm512_loadu_ps(p);
 }
@@ -160,7 +160,7 @@ inline void store_i16(int16_t* p, I32 low, I32 high) {
   _mm256_store_si256(reinterpret_cast<__m256i*>(p + 16), _mm512_cvtsepi32_epi16(high));
 }
 
-// ---- 16-bit floats
+// 16-bit floats
 inline F32 load_bf16(const uint16_t* p) {
   const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));

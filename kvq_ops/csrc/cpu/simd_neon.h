@@ -25,7 +25,7 @@ struct F32 {
   float32x4_t lo, hi;
 };
 
-// ---- int16 products. A pair is lanes i and i + 4 of a register: what the widening multiplies take.
+// Int16 products. A pair is lanes i and i + 4 of a register: what the widening multiplies take.
 inline I32 zero_i32() {
   return {vdupq_n_s32(0), vdupq_n_s32(0)};
 }
@@ -78,7 +78,7 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   vst1q_s32(out, vpaddq_s32(ab, cd));
 }
 
-// ---- products of keys and queries
+// Products of keys and queries
 #ifdef __ARM_FEATURE_DOTPROD
 // SDOT multiplies bytes: a query code is 256 * high + low, and the two halves sum apart.
 constexpr int kQueryLimit = 127 * 256 + 127;
@@ -134,7 +134,7 @@ inline void arrange_query(int16_t* codes, int64_t count) {
 #include "key_i16-inl.h"
 #endif
 
-// ---- int32
+// Int32
 inline I32 load_i32(const int32_t* p) {
   return {vld1q_s32(p), vld1q_s32(p + 4)};
 }
@@ -155,7 +155,7 @@ inline int32_t reduce_max_i32(I32 x) {
   return vmaxvq_s32(vmaxq_s32(x.lo, x.hi));
 }
 
-// ---- fp32
+// Fp32
 inline F32 load_f32(const float* p) {
   return {vld1q_f32(p), vld1q_f32(p + 4)};
 }
@@ -226,7 +226,7 @@ inline void store_i16(int16_t* p, I32 low, I32 high) {
   vst1q_s16(p + 8, vcombine_s16(vqmovn_s32(high.lo), vqmovn_s32(high.hi)));
 }
 
-// ---- 16-bit floats
+// 16-bit floats
 inline F32 load_bf16(const uint16_t* p) {
   const uint16x8_t x = vld1q_u16(p);
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(x, 16))};

@@ -28,7 +28,7 @@ struct F32 {
 #define KVQ_EACH(count) for (int i = 0; i < (count); ++i)
 constexpr int kHalf = kLanes / 2;
 
-// ---- int16 products
+// Int16 products
 inline I32 zero_i32() {
   return I32{};
 }
@@ -93,10 +93,10 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
   }
 }
 
-// ---- products of keys and queries
+// Products of keys and queries
 #include "key_i16-inl.h"
 
-// ---- int32
+// Int32
 inline I32 load_i32(const int32_t* p) {
   I32 x;
   std::memcpy(x.v, p, sizeof x.v);
@@ -124,7 +124,7 @@ inline int32_t reduce_max_i32(I32 x) {
   return most;
 }
 
-// ---- fp32
+// Fp32
 inline F32 load_f32(const float* p) {
   F32 x;
   std::memcpy(x.v, p, sizeof x.v);
@@ -226,7 +226,7 @@ inline void store_i16(int16_t* p, I32 low, I32 high) {
   }
 }
 
-// ---- 16-bit floats, rounded to nearest, ties to even
+// 16-bit floats, rounded to nearest, ties to even
 inline F32 load_bf16(const uint16_t* p) {
   F32 x;
   KVQ_EACH(kHalf) x.v[i] = from_bf16(p[i]);
