@@ -1,0 +1,216 @@
+// The two integer products of attend over one block of tokens, in tiles that fill the registers: query rows times keys,
+// weights times values.
+#pragma once
+
+#include "codec-inl.h"
+
+namespace kvq {
+namespace KVQ_ISA {
+namespace {
+
+constexpr int kMaxRows = 6;  // query rows of one register tile
+
+constexpr int floor_power(int x) {
+  return x >= 8 ? 8 : x >= 4 ? 4 : x >= 2 ? 2 : 1;
+}
+// Tokens of one key tile and code vectors of one value tile that fill the accumulators beside `rows` rows.
+constexpr int tile_tokens(int rows) {
+  return floor_power(kAccumulators / rows);
+}
+constexpr int tile_steps(int rows) {
+  return floor_power(kAccumulators / 2 / rows);
+}
+
+// One block of tokens of one side: where its rows are. Rows past the last one read it again.
+struct Block {
+  const uint8_t* first;
+  int64_t stride;
+  int64_t tokens;  // 1..kBlockTokens
+  int64_t row_bytes;
+
+  const uint8_t* row(int64_t j) const { return first + (j < tokens ? j : tokens - 1) * stride; }
+};
+
+// Fetches the next block while this one is worked on, from every page of it in turn: one sequential stream does not
+// reach a core's read bandwidth, since hardware prefetchers stop at the end of a page.
+class Ahead {
+ public:
+  // The next block lies behind this one, in both sides.
+  Ahead(const Block& keys, const Block& values) : keys_(keys), values_(values) {}
+
+  // Says that `bytes` of this block are about to be read.
+  void advance(int64_t bytes) {
+    for (due_ += bytes; due_ >= keys_.step + values_.step; due_ -= keys_.step + values_.step) {
+      keys_.fetch();
+      values_.fetch();
+    }
+  }
+
+ private:
+  struct Pages {
+    explicit Pages(const Block& block) : next(reinterpret_cast<uintptr_t>(block.first)) {
+      const int64_t bytes = block.tokens * block.stride;
+      next += static_cast<uintptr_t>(bytes);
+      streams = bytes >= 4 * kPage ? 4 : bytes >= 2 * kPage ? 2 : 1;
+      part = bytes / streams;
+      step = streams * 64;
+    }
+    void fetch() {
+      for (int64_t i = 0; i < streams; ++i)
+        prefetch(reinterpret_cast<const void*>(next + static_cast<uintptr_t>(i * part)));
+      next += 64;
+    }
+    uintptr_t next;  // an address to fetch from, not a pointer: it may lie past the cache
+    int64_t streams, part, step;
+  };
+  static constexpr int64_t kPage = 4096;
+
+  Pages keys_, values_;
+  int64_t due_ = 0;
+};
+
+// logits[r * kBlockTokens + j + t] = query row r . key row j + t, for ROWS x TOKENS.
+template <class Codec, int ROWS, int TOKENS>
+inline void key_tile(const Block& keys, int64_t j, const LanePlan& plan, const int16_t* query, int32_t* logits) {
+  const uint8_t* row[TOKENS];
+  KeySum sum[ROWS][TOKENS];
+  KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) row[t] = keys.row(j + t);
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = zero_key_sum();
+  }
+  const int16_t* q = query;
+  for (int64_t s = 0; s < plan.steps; ++s) {
+    const int64_t offset = plan.offset[s];
+    KeyCode bytes[TOKENS], code[TOKENS];
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) bytes[t] = Codec::load_key(row[t] + offset);
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template key_vector<0>(bytes[t]);
+    KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+      const KeyQuery x = load_query(q + r * plan.width);
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+        sum[r][t] = dot_key(sum[r][t], code[t], x);
+        pin_key(sum[r][t]);
+      }
+    }
+    if (Codec::kVectors == 2) {
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) code[t] = Codec::template key_vector<1>(bytes[t]);
+      KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+        const KeyQuery x = load_query(q + r * plan.width + kLanes);
+        KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+          sum[r][t] = dot_key(sum[r][t], code[t], x);
+          pin_key(sum[r][t]);
+        }
+      }
+    }
+    q += Codec::kVectors * kLanes;
+  }
+  if (TOKENS >= 4) {
+    KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+      KVQ_UNROLL for (int t = 0; t + 3 < TOKENS; t += 4) {
+        sum4_keys(sum[r][t], sum[r][t + 1], sum[r][t + 2], sum[r][t + 3], logits + r * kBlockTokens + j + t);
+      }
+    }
+  } else {
+    KVQ_UNROLL for (int r = 0; r < ROWS; r += 2) {
+      const int next = r + 1 < ROWS ? r + 1 : r, last = TOKENS - 1;
+      int32_t four[4];
+      sum4_keys(sum[r][0], sum[r][last], sum[next][0], sum[next][last], four);
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+        logits[r * kBlockTokens + j + t] = four[t];
+        logits[next * kBlockTokens + j + t] = four[next == r ? t : 2 + t];
+      }
+    }
+  }
+}
+
+// What the softmax of a block hands to the value product, for the rows of a tile.
+struct Weights {
+  alignas(64) int16_t code[kMaxRows * kBlockTokens];  // [row, token], zero past the last token
+  float scale[kMaxRows];                              // of a code, a power of two
+  float correction[kMaxRows];                         // by which earlier sums shrink
+  int32_t sum[kMaxRows];                              // of the codes
+};
+
+// Sums of ROWS query rows over the channels of STEPS code vectors, vector V of each.
+template <class Codec, int V, int ROWS, int STEPS>
+struct ValueSums {
+  I32 sum[ROWS][STEPS][2];
+
+  // Adds two value rows; `weights` points at the weights of both.
+  void add_pair(const uint8_t* even, const uint8_t* odd, const int32_t* offset, const int16_t* weights) {
+    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
+      I16 first, second;
+      interleave(Codec::template vector<V>(Codec::load(even + offset[k])),
+                 Codec::template vector<V>(Codec::load(odd + offset[k])), &first, &second);
+      KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+        const I16 w = pair_i16(weights + r * kBlockTokens);
+        sum[r][k][0] = dot(sum[r][k][0], first, w);
+        pin(sum[r][k][0]);
+        sum[r][k][1] = dot(sum[r][k][1], second, w);
+        pin(sum[r][k][1]);
+      }
+    }
+  }
+};
+
+// Adds the weighted rows of a block to acc: channels of STEPS code vectors from step s on, vector V of each.
+template <class Codec, int V, int ROWS, int STEPS>
+inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                       Ahead* ahead) {
+  constexpr int64_t kRun = 16;  // tokens between prefetches, which would take registers from the inner loop
+  ValueSums<Codec, V, ROWS, STEPS> sums;
+  auto& sum = sums.sum;
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
+  }
+  const int32_t* offset = plan.offset + s;
+  const uint8_t* row = values.first;
+  const int64_t stride = values.stride;
+  int64_t j = 0;
+  while (j + 1 < values.tokens) {
+    if (V == 0) ahead->advance(kRun * STEPS * kLanes);
+    const int64_t end = j + kRun < values.tokens ? j + kRun : values.tokens - 1;
+    for (; j < end; j += 2, row += 2 * stride) sums.add_pair(row, row + stride, offset, weights.code + j);
+  }
+  if (j < values.tokens) sums.add_pair(row, row, offset, weights.code + j);  // the weight past the last token is 0
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    const F32 scale = set_f32(weights.scale[r]), correction = set_f32(weights.correction[r]);
+    const I32 offset = set_i32(Codec::kOffset * weights.sum[r]);
+    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
+      I32 part[2];
+      natural_order(sum[r][k][0], sum[r][k][1], &part[0], &part[1]);
+      float* to = acc + r * plan.width + ((s + k) * Codec::kVectors + V) * kLanes;
+      KVQ_UNROLL for (int i = 0; i < 2; ++i) {
+        const I32 exact = Codec::kOffset ? sub_i32(part[i], offset) : part[i];
+        store_f32(to + i * kFloats, fma(to_f32(exact), scale, mul(load_f32(to + i * kFloats), correction)));
+      }
+    }
+  }
+}
+
+template <class Codec, int ROWS>
+KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16_t* query, int32_t* logits,
+                            Ahead* ahead) {
+  constexpr int kTokens = tile_tokens(ROWS);
+  for (int64_t j = 0; j < keys.tokens; j += kTokens) {
+    ahead->advance(kTokens * keys.row_bytes);
+    key_tile<Codec, ROWS, kTokens>(keys, j, plan, query, logits);
+  }
+}
+
+// Tiles of STEPS code vectors from step s on, then what is left in narrower ones.
+template <class Codec, int V, int ROWS, int STEPS>
+inline void value_tiles(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                        Ahead* ahead) {
+  for (; s + STEPS <= plan.steps; s += STEPS) value_tile<Codec, V, ROWS, STEPS>(values, s, plan, weights, acc, ahead);
+  if constexpr (STEPS > 1) value_tiles<Codec, V, ROWS, STEPS / 2>(values, s, plan, weights, acc, ahead);
+}
+
+template <class Codec, int V, int ROWS>
+KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc,
+                              Ahead* ahead) {
+  value_tiles<Codec, V, ROWS, tile_steps(ROWS)>(values, 0, plan, weights, acc, ahead);
+}
+
+}  // namespace
+}  // namespace KVQ_ISA
+}  // namespace kvq
