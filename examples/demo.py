@@ -272,7 +272,11 @@ def check(plain: Row, row: Row, bars: Bars) -> list[tuple[str, bool]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m examples.demo", description="A model decodes over quantized caches.")
+    parser = argparse.ArgumentParser(
+        "python -m examples.demo",
+        description="A model decodes over quantized caches.",
+        epilog="OMP_WAIT_POLICY=active makes a step faster on an idle machine, and far slower on a busy one.",
+    )
     parser.add_argument(
         "--formats", nargs="*", default=FORMATS, help="to compare with plain; default: %(default)s; or int8/int4"
     )
