@@ -10,21 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from kvq_ops import checks, ops, reference
-from kvq_ops.format import CacheFormat, SideFormat
+from kvq_ops.format import CacheFormat
 
 __all__ = ["QuantizedKVCache"]
 
+_REQUIRED = ("key_codes", "key_scales", "value_codes", "value_scales")
+_OPTIONAL = ("key_zeros", "value_zeros", "key_full", "value_full")
 _SAVED = -1
 """In a move: the row that was put aside."""
 
 
 class QuantizedKVCache(nn.Module):
-    """Keys and values of one layer, quantised row by row as they are appended, read as they are.
+    """Keys and values of one layer, quantised as they are appended, read as they are.
 
     The parts are buffers, one tensor each, that no state_dict holds: ``key_codes``, ``key_scales``, ``value_codes``,
-    ``value_scales`` (``kvq_ops.format`` says what is in them) and ``lengths``, int32 [batch], the tokens that each
-    sequence holds. Writing happens in place and never moves a part, so a compiled step runs over the cache that it
-    was given, and CUDA graphs may keep its addresses.
+    ``value_scales``, those of ``key_zeros``, ``value_zeros``, ``key_full`` and ``value_full`` that the format has, else
+    None (``kvq_ops.format`` says what is in them), and ``lengths``, int32 [batch], the tokens that each sequence
+    holds. Writing happens in place and never moves a part, so a compiled step runs over the cache that it was given,
+    and CUDA graphs may keep its addresses.
 
     Inside a compiled or exported model use :meth:`append`, :meth:`attend` and, between sequences, :meth:`reset`. Do no
     arithmetic of your own on ``lengths`` there: AOTInductor freezes a one-element buffer that an aten operator reads or
@@ -41,7 +44,8 @@ class QuantizedKVCache(nn.Module):
         max_tokens: capacity of each sequence; all memory is taken here.
         bits: 8 or 4, the row format ``int8`` or ``int4``, where ``format`` is None.
         format: a preset's name, ``<key>/<value>`` such as ``"int8/int4"``, or a :class:`CacheFormat`.
-        dtype: of the parts in full precision that formats may have; ``int8`` and ``int4`` have none.
+        dtype: of the rows that some formats keep in full precision (``key_full``, ``value_full``): what the keys and
+            values that are appended have.
         device: where the parts lie.
     """
 
@@ -49,6 +53,10 @@ class QuantizedKVCache(nn.Module):
     key_scales: Tensor
     value_codes: Tensor
     value_scales: Tensor
+    key_zeros: Tensor | None
+    value_zeros: Tensor | None
+    key_full: Tensor | None
+    value_full: Tensor | None
     lengths: Tensor
 
     def __init__(
@@ -69,11 +77,12 @@ class QuantizedKVCache(nn.Module):
         self.batch, self.heads_kv, self.head_dim, self.max_tokens = batch, heads_kv, head_dim, max_tokens
         self.dtype = dtype
         self._format_name = self.format.name
-        parts = self.format.parts(batch, heads_kv, head_dim, max_tokens)
-        for name, part in parts.items():
-            tensor = torch.zeros(part.shape, dtype=getattr(torch, part.dtype), device=device)
+        self._parts = self.format.parts(batch, heads_kv, head_dim, max_tokens, str(dtype).removeprefix("torch."))
+        for name in (*_REQUIRED, *_OPTIONAL):
+            part, tensor = self._parts.get(name), None
+            if part is not None:
+                tensor = torch.zeros(part.shape, dtype=getattr(torch, part.dtype), device=device)
             self.register_buffer(name, tensor, persistent=False)
-        self._part_names = tuple(parts)
         self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int32, device=device), persistent=False)
 
     def append(self, key: Tensor, value: Tensor) -> None:
@@ -81,7 +90,20 @@ class QuantizedKVCache(nn.Module):
         sequence holds: fp32, bf16 or fp16, any strides."""
         key = key.unsqueeze(2) if key.dim() == 3 else key
         value = value.unsqueeze(2) if value.dim() == 3 else value
-        ops.append(*self._parts(), key, value, self._format_name)
+        ops.append(
+            self.key_codes,
+            self.key_scales,
+            self.value_codes,
+            self.value_scales,
+            self.lengths,
+            key,
+            value,
+            self._format_name,
+            self.key_zeros,
+            self.value_zeros,
+            self.key_full,
+            self.value_full,
+        )
 
     @overload
     def attend(self, query: Tensor, *, scale: float | None = None, return_lse: Literal[False] = False) -> Tensor: ...
@@ -96,7 +118,21 @@ class QuantizedKVCache(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of query, [batch, heads_q, head_dim] or [batch, heads_q, tokens, head_dim], over what each sequence
         holds, its newest tokens being the query's own; see :func:`kvq_ops.attend`."""
-        return ops.attend(query, *self._parts(), self._format_name, scale, return_lse=return_lse)
+        return ops.attend(
+            query,
+            self.key_codes,
+            self.key_scales,
+            self.value_codes,
+            self.value_scales,
+            self.lengths,
+            self._format_name,
+            scale,
+            self.key_zeros,
+            self.value_zeros,
+            self.key_full,
+            self.value_full,
+            return_lse=return_lse,
+        )
 
     def reset(self) -> None:
         """Empty every sequence, in place."""
@@ -104,8 +140,14 @@ class QuantizedKVCache(nn.Module):
 
     def truncate(self, lengths: int | Tensor) -> None:
         """Forget the newest tokens, in place: an int keeps at most that many of each sequence and lies in 0..longest;
-        an int32 tensor [batch] gives the new lengths, each at most the current one."""
+        an int32 tensor [batch] gives the new lengths, each at most the current one.
+
+        Exact, as if the tokens had never been appended. Where keys are coded per channel, a block of them cannot be
+        opened again: the newest two blocks are held in full precision as well, so that cutting back by up to a block
+        is always possible, further back only to where a block ends, and anything else is refused."""
         kept = checks.truncate_lengths(lengths, self.lengths)
+        if self.format.key.key_block:
+            self._forget_keys(kept)
         self.lengths.copy_(torch.tensor(kept, dtype=torch.int32, device="cpu"))
 
     def reorder(self, index: Tensor) -> None:
@@ -115,67 +157,84 @@ class QuantizedKVCache(nn.Module):
         lengths = self.lengths.tolist()
         new_lengths = torch.tensor([lengths[source] for source in sources], dtype=torch.int32, device="cpu")
         moves = list(_moves(sources))
-        for name in self._part_names:
-            part = getattr(self, name)
+        for name in self._parts:
+            part, used = getattr(self, name), self._rows_in_use(name, lengths)
             saved = part[0, :, :0]
             for to, source in moves:
                 if to == _SAVED:
-                    saved = part[source, :, : lengths[source]].clone()
+                    saved = part[source, :, : used[source]].clone()
                     continue
-                rows = saved if source == _SAVED else part[source, :, : lengths[source]]
+                rows = saved if source == _SAVED else part[source, :, : used[source]]
                 part[to, :, : rows.shape[1]] = rows
         self.lengths.copy_(new_lengths)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Keys and values as attend reads them, fp32 [batch, heads_kv, longest, head_dim], zeros past each length."""
-        longest = int(self.lengths.max())
-        past = torch.arange(longest, device=self.lengths.device) >= self.lengths[:, None]
-
-        def read(codes: Tensor, scales: Tensor, side: SideFormat) -> Tensor:
-            rows = reference.dequantize(codes[:, :, :longest], scales[:, :, :longest], side, self.head_dim)
-            return rows.masked_fill_(past[:, None, :, None], 0.0)
-
-        return (
-            read(self.key_codes, self.key_scales, self.format.key),
-            read(self.value_codes, self.value_scales, self.format.value),
-        )
+        held = self.lengths.tolist()
+        shape = (self.batch, self.heads_kv, max(held), self.head_dim)
+        key, value = torch.zeros(2, *shape, device=self.lengths.device)
+        for b, length in enumerate(held):
+            parts = {name: getattr(self, name)[b] for name in self._parts}
+            key[b, :, :length], value[b, :, :length] = reference.dequantize_cache(
+                self.format, parts, self.head_dim, length
+            )
+        return key, value
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts, lengths included."""
-        return sum(part.nbytes for part in self._parts())
+        return self.lengths.nbytes + sum(part.nbytes for part in self._parts.values())
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one sequence costs in this layer."""
+        """Bytes that one more token of one sequence costs in this layer, in the long run."""
         return self.format.bytes_per_token(self.heads_kv, self.head_dim)
 
     def save_state(self) -> dict[str, Any]:
-        """A copy of what the cache holds: facts and, on the cache's device, tensors of the tokens in use alone (the
+        """A copy of what the cache holds: facts and, on the cache's device, tensors of the rows in use alone (the
         sequences of a part one after another). ``torch.save`` writes it, ``torch.load(weights_only=True)`` reads it."""
         held = self.lengths.tolist()
         state = self._facts() | {"lengths": self.lengths.clone()}
-        for name in self._part_names:
-            part = getattr(self, name)
-            state[name] = torch.cat([part[b, :, :length] for b, length in enumerate(held)], dim=1)
+        for name in self._parts:
+            part, used = getattr(self, name), self._rows_in_use(name, held)
+            state[name] = torch.cat([part[b, :, :rows] for b, rows in enumerate(used)], dim=1)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Become what :meth:`save_state` saw, bit for bit. Format, batch, heads_kv and head_dim must be the cache's;
         max_tokens may differ, as long as every sequence fits."""
-        lengths = checks.state(state, self._facts(), self.format, self.max_tokens)
-        for name in self._part_names:
-            part = getattr(self, name)
-            for b, rows in enumerate(state[name].split(lengths, dim=1)):
-                part[b, :, : lengths[b]] = rows
+        lengths = checks.state(state, self._facts(), self.format, self._parts, self.max_tokens)
+        for name in self._parts:
+            part, used = getattr(self, name), self._rows_in_use(name, lengths)
+            for b, rows in enumerate(state[name].split(used, dim=1)):
+                part[b, :, : used[b]] = rows
         self.lengths.copy_(state["lengths"])
 
     def extra_repr(self) -> str:
         sizes = f"batch={self.batch}, heads_kv={self.heads_kv}, head_dim={self.head_dim}, max_tokens={self.max_tokens}"
         return f"{sizes}, format={self.format.name}, nbytes={self.nbytes}"
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.key_codes, self.key_scales, self.value_codes, self.value_scales, self.lengths
+    def _rows_in_use(self, name: str, lengths: list[int]) -> list[int]:
+        return [self.format.rows_in_use(self._parts[name], length) for length in lengths]
+
+    def _forget_keys(self, kept: list[int]) -> None:
+        """Refuses lengths whose unfinished block is not held in full precision; overwrites the slots of the tokens that
+        go with NaN, so that a later cut knows which rows are no longer there."""
+        full, held, format = self.key_full, self.lengths.tolist(), self.format
+        assert full is not None
+        ring = 2 * format.key.key_block
+
+        def slots(first: int, last: int) -> list[int]:
+            return [format.sinks + (token - format.sinks) % ring for token in range(first, last)]
+
+        for b, (new, length) in enumerate(zip(kept, held, strict=True)):
+            unfinished = slots(format.frozen(new), new)
+            there = format.frozen(new) >= length - ring
+            if new < length and unfinished:
+                rows = full[b, :, unfinished].movedim(1, 0).flatten(1)
+                checks.truncate_exact(format, new, b, there and not bool(rows.isnan().all(1).any()))
+        for b, (new, length) in enumerate(zip(kept, held, strict=True)):
+            full[b, :, slots(max(new, format.sinks, length - ring), length)] = torch.nan
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ so they trace with symbolic sizes; what needs the data (lengths against capacity
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -70,38 +71,70 @@ def _codes_layout(op: str, key_codes: Tensor) -> None:
         _fail(op, "key_codes", f"have at most {MAX_TOKENS} tokens", key_codes.shape[2])
 
 
-def _like(op: str, argument: str, tensor: Tensor, part: Part, device: torch.device) -> None:
+def _like(op: str, argument: str, tensor: Tensor, part: Part, rows: Tensor) -> None:
     if _name(tensor.dtype) != part.dtype:
         _fail(op, argument, f"be {part.dtype}", _name(tensor.dtype))
     if tensor.shape != part.shape:
         _fail(op, argument, f"have shape {_shape(part.shape)}", _shape(tensor.shape))
-    if not argument.endswith("scales") and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.dim() != 3 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         _fail(op, argument, "be contiguous in its last dimension", f"stride {tensor.stride(-1)}")
-    if tensor.device != device:
-        _fail(op, argument, f"be on {device}", tensor.device)
+    if tensor.device != rows.device:
+        _fail(op, argument, f"be on {rows.device}", tensor.device)
 
 
-def _parts(op: str, format: CacheFormat, rows: Tensor, heads_kv: int, *parts: Tensor) -> None:
-    """Every part of the cache, lengths last, against the format, for rows [B, ..., D] and the capacity of key_codes."""
-    batch, head_dim, max_tokens = rows.shape[0], rows.shape[-1], parts[0].shape[2]
-    expected = format.parts(batch, heads_kv, head_dim, max_tokens)
-    expected["lengths"] = Part((batch,), "int32")
-    for (name, part), tensor in zip(expected.items(), parts, strict=True):
-        _like(op, name, tensor, part, rows.device)
+def _parts(
+    op: str, format: CacheFormat, name: str, rows: Tensor, heads_kv: int, given: dict[str, Tensor | None]
+) -> None:
+    """Every part of the cache, in the schema's order, against the format, for rows [B, ..., D] and the capacity of
+    key_codes. Rows in full precision may have any float dtype: see :func:`_full_dtype`."""
+    batch, head_dim, max_tokens = rows.shape[0], rows.shape[-1], _given(given, "key_codes").shape[2]
+    expected = format.parts(batch, heads_kv, head_dim, max_tokens) | {"lengths": Part((batch,), "int32")}
+    for argument, tensor in given.items():
+        part = expected.get(argument)
+        if part is None:
+            if tensor is not None:
+                _fail(op, argument, f"be None for format {name}", "a tensor")
+        elif tensor is None:
+            _fail(op, argument, f"be a tensor for format {name}", "None")
+        else:
+            _like(op, argument, tensor, replace(part, dtype=_name(tensor.dtype)) if part.rows == "slot" else part, rows)
 
 
-def _absent(op: str, format: str, **parts: Tensor | None) -> None:
-    for name, part in parts.items():
-        if part is not None:
-            _fail(op, name, f"be None for format {format}", "a tensor")
+def _given(given: dict[str, Tensor | None], name: str) -> Tensor:
+    tensor = given[name]
+    assert tensor is not None
+    return tensor
 
 
-def _no_overlap(op: str, **parts: Tensor) -> None:
+def _full_dtype(op: str, given: dict[str, Tensor | None], key: Tensor | None) -> None:
+    """Rows in full precision of an append are those of the key; of an attend any floats."""
+    first = given["key_full"]
+    for name in ("key_full", "value_full"):
+        full = given[name]
+        if full is None or first is None:
+            continue
+        if key is not None and full.dtype != key.dtype:
+            _fail(op, "key", f"be {_name(full.dtype)} like {name}", _name(key.dtype))
+        if full.dtype not in FLOATS:
+            _fail(op, name, "be float32, bfloat16 or float16", _name(full.dtype))
+        if full.dtype != first.dtype:
+            _fail(op, name, f"be {_name(first.dtype)} like key_full", _name(full.dtype))
+
+
+def _no_overlap(op: str, given: dict[str, Tensor | None]) -> None:
     """Nothing that is written may be the same memory twice."""
-    for name, part in parts.items():
+    for name, part in given.items():
+        if part is None or name == "lengths":
+            continue
         for size, stride in zip(part.shape, part.stride(), strict=True):
             if stride == 0 and size > 1:
                 _fail(op, name, "not overlap itself", f"strides {_shape(part.stride())}")
+
+
+def _arguments(*tensors: Tensor | None) -> dict[str, Tensor | None]:
+    names = ["key_codes", "key_scales", "value_codes", "value_scales", "lengths"]
+    names += ["key_zeros", "value_zeros", "key_full", "value_full"]
+    return dict(zip(names, tensors, strict=True))
 
 
 def append(
@@ -129,9 +162,12 @@ def append(
         _fail(op, "value", f"have shape {_shape(key.shape)} like key", _shape(value.shape))
     if value.device != key.device:
         _fail(op, "value", f"be on {key.device}", value.device)
-    _parts(op, cache, key, key.shape[1], key_codes, key_scales, value_codes, value_scales, lengths)
-    _absent(op, format, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
-    _no_overlap(op, key_codes=key_codes, key_scales=key_scales, value_codes=value_codes, value_scales=value_scales)
+    given = _arguments(
+        key_codes, key_scales, value_codes, value_scales, lengths, key_zeros, value_zeros, key_full, value_full
+    )
+    _parts(op, cache, format, key, key.shape[1], given)
+    _full_dtype(op, given, key)
+    _no_overlap(op, given)
 
 
 def attend(
@@ -159,8 +195,11 @@ def attend(
     if query.shape[1] % heads_kv != 0:
         got = f"{query.shape[1]} (heads_kv {heads_kv})"
         _fail(op, "query", "have a multiple of the cache's heads_kv heads", got)
-    _parts(op, cache, query, heads_kv, key_codes, key_scales, value_codes, value_scales, lengths)
-    _absent(op, format, key_zeros=key_zeros, value_zeros=value_zeros, key_full=key_full, value_full=value_full)
+    given = _arguments(
+        key_codes, key_scales, value_codes, value_scales, lengths, key_zeros, value_zeros, key_full, value_full
+    )
+    _parts(op, cache, format, query, heads_kv, given)
+    _full_dtype(op, given, None)
     if scale is not None and not abs(scale) <= MAX_SCALE:
         _fail(op, "scale", "be finite", "inf" if scale > 0 else "-inf" if scale < 0 else "nan")
 
@@ -223,6 +262,14 @@ def truncate_lengths(lengths: int | Tensor, current: Tensor) -> list[int]:
     return wanted
 
 
+def truncate_exact(format: CacheFormat, length: int, sequence: int, exact: bool) -> None:
+    """Whether a sequence can be cut back to ``length``: keys of an unfinished block must still be there."""
+    if not exact:
+        block, after = format.key.key_block, f" after {format.sinks} sinks" if format.sinks else ""
+        requirement = f"cut a sequence back by at most {block} tokens in all, or to a whole number of blocks of {block}"
+        _refuse("QuantizedKVCache.truncate", "lengths", requirement + after, f"{length} at {sequence}")
+
+
 def reorder_index(index: Tensor, batch: int) -> list[int]:
     """The sequence that each sequence is replaced by."""
     method = "QuantizedKVCache.reorder"
@@ -233,26 +280,34 @@ def reorder_index(index: Tensor, batch: int) -> list[int]:
     return sources
 
 
-def state(given: Mapping[str, Any], facts: Mapping[str, Any], format: CacheFormat, max_tokens: int) -> list[int]:
+def state(
+    given: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    format: CacheFormat,
+    parts: Mapping[str, Part],
+    max_tokens: int,
+) -> list[int]:
     """A saved state against the cache that takes it, its lengths returned.
 
-    ``facts`` are the entries that must be equal; every other entry is a tensor whose shape follows from them."""
+    ``facts`` are the entries that must be equal; every other entry is a tensor whose shape follows from them and from
+    the cache's ``parts``."""
     method = "QuantizedKVCache.load_state"
-    batch, heads_kv, head_dim = facts["batch"], facts["heads_kv"], facts["head_dim"]
+    batch = facts["batch"]
     if not isinstance(given, Mapping):
         _refuse(method, "state", "be a dict", f"a {type(given).__name__}")
     for name, fact in facts.items():
         if type(given.get(name)) is not type(fact) or given[name] != fact:
             _refuse(method, name, f"be {fact}", given.get(name, "nothing"))
-    names = [*facts, "lengths", *format.parts(batch, heads_kv, head_dim, 0)]
+    names = [*facts, "lengths", *parts]
     if set(given) != set(names):
         _refuse(method, "state", f"have the entries {', '.join(sorted(names))}", ", ".join(sorted(map(str, given))))
     lengths = _numbers(method, "lengths", given["lengths"], (torch.int32,), batch)
     for b, length in enumerate(lengths):
         if not 0 <= length <= max_tokens:
             _refuse(method, "lengths", f"lie in 0..{max_tokens}, the capacity", f"{length} at {b}")
-    for name, part in format.parts(1, heads_kv, head_dim, sum(lengths)).items():
-        tensor, shape = given[name], part.shape[1:]
+    for name, part in parts.items():
+        rows = sum(format.rows_in_use(part, length) for length in lengths)
+        tensor, shape = given[name], (part.shape[1], rows, *part.shape[3:])
         if not isinstance(tensor, Tensor):
             _refuse(method, name, "be a tensor", type(tensor).__name__)
         if tensor.is_meta:

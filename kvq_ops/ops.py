@@ -67,13 +67,31 @@ def append(
     key: Tensor,
     value: Tensor,
     format: str,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
 ) -> None:
     """Quantise key and value [B, Hkv, T, D] (fp32, bf16 or fp16, any strides) into the cache, in place.
 
-    Row t of sequence b goes to position ``lengths[b] + t``; then lengths, int32 [B], grows by T. Codes
-    [B, Hkv, N, row bytes] and scales fp32 [B, Hkv, N] as ``get_format(format).parts`` says. Past the capacity N the
-    CPU raises and writes nothing."""
-    _APPEND(key_codes, key_scales, value_codes, value_scales, lengths, key, value, format)
+    Row t of sequence b goes to position ``lengths[b] + t``; then lengths, int32 [B], grows by T. The parts, codes
+    [B, Hkv, N, row bytes] and what else the format has, are as ``get_format(format).parts`` says; rows in full
+    precision (``key_full``, ``value_full``) have the dtype of key. Past the capacity N the CPU raises and writes
+    nothing."""
+    _APPEND(
+        key_codes,
+        key_scales,
+        value_codes,
+        value_scales,
+        lengths,
+        key,
+        value,
+        format,
+        key_zeros,
+        value_zeros,
+        key_full,
+        value_full,
+    )
 
 
 @overload
@@ -86,6 +104,10 @@ def attend(
     lengths: Tensor,
     format: str,
     scale: float | None = None,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -101,6 +123,10 @@ def attend(
     lengths: Tensor,
     format: str,
     scale: float | None = None,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -116,6 +142,10 @@ def attend(
     lengths: Tensor,
     format: str,
     scale: float | None = None,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
     *,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -130,6 +160,10 @@ def attend(
     lengths: Tensor,
     format: str,
     scale: float | None = None,
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+    key_full: Tensor | None = None,
+    value_full: Tensor | None = None,
     *,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -140,7 +174,8 @@ def attend(
     of length 0 gives zeros. With return_lse also the log-sum-exp of the scaled logits, fp32 [B, Hq] or [B, Hq, T],
     -inf at length 0. Inference only: a backward pass raises."""
     op = _ATTEND_LSE if return_lse else _ATTEND
-    arguments = (query, key_codes, key_scales, value_codes, value_scales, lengths, format, scale)
+    parts = (key_codes, key_scales, value_codes, value_scales, lengths)
+    arguments = (query, *parts, format, scale, key_zeros, value_zeros, key_full, value_full)
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
         result: Tensor | tuple[Tensor, Tensor] = op(*arguments)
     else:

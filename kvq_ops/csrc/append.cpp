@@ -42,20 +42,19 @@ void append_cpu(const Tensor& key_codes, const Tensor& key_scales, const Tensor&
   const Checker check{"kvq::append"};
   const FormatArgument format_argument(format_text);
   const CacheFormat format = format_argument.parse(check);
-  const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths);
+  const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths, key_zeros, value_zeros, key_full,
+                         value_full);
   const View k("key", key), v("value", value);
   check_rows(check, k, v, cache);
-  check_cache(check, cache, format, k, k.sizes[1]);
-  check_unused(check, format_argument, key_zeros, value_zeros, key_full, value_full);
-  for (const View* part : {&cache.key_codes, &cache.key_scales, &cache.value_codes, &cache.value_scales}) {
-    check_no_overlap(check, *part);
-  }
+  check_cache(check, cache, format_argument, format, k, k.sizes[1]);
+  check_full_dtype(check, cache, &k);
+  check_no_overlap(check, cache);
   const int32_t* lengths_before = checked_lengths(check, cache);
   check_room(check, cache, lengths_before, k.sizes[2]);
 
   AppendParams p;
-  p.key = make_side<uint8_t, float>(cache.key_codes, cache.key_scales);
-  p.value = make_side<uint8_t, float>(cache.value_codes, cache.value_scales);
+  p.key = make_side<uint8_t>(cache.key_codes, cache.key_scales, cache.key_zeros, cache.key_full);
+  p.value = make_side<uint8_t>(cache.value_codes, cache.value_scales, cache.value_zeros, cache.value_full);
   p.key_rows = make_rows(k);
   p.value_rows = make_rows(v);
   p.format = format;

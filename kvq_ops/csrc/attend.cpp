@@ -39,15 +39,14 @@ void check_tokens(const Checker& check, const CacheViews& cache, const int32_t* 
 }
 
 Tensor attend_any(const char* op, const Tensor& query, const CacheViews& cache, const FormatArgument& format_argument,
-                  std::optional<double> scale, const OptionalTensor& key_zeros, const OptionalTensor& value_zeros,
-                  const OptionalTensor& key_full, const OptionalTensor& value_full, Tensor* lse) {
+                  std::optional<double> scale, Tensor* lse) {
   const Checker check{op};
   const CacheFormat format = format_argument.parse(check);
   const View q("query", query);
   check_query(check, q);
   check_heads(check, q, cache.key_codes);
-  check_cache(check, cache, format, q, cache.key_codes.sizes[1]);
-  check_unused(check, format_argument, key_zeros, value_zeros, key_full, value_full);
+  check_cache(check, cache, format_argument, format, q, cache.key_codes.sizes[1]);
+  check_full_dtype(check, cache, nullptr);
   // Kernels take it in fp32: beyond that range it is infinite.
   if (scale && !(std::fabs(*scale) <= std::numeric_limits<float>::max()))
     check.fail("scale", "be finite", float_text(*scale));
@@ -59,9 +58,10 @@ Tensor attend_any(const char* op, const Tensor& query, const CacheViews& cache, 
   const Tensor out = torch::stable::new_empty(query, {q.sizes, static_cast<size_t>(q.dim)});
   AttendParams p;
   p.query = {q.data, float_dtype(q.dtype), q.strides[0], q.strides[1], one ? 0 : q.strides[2], q.strides[q.dim - 1]};
-  p.key = make_side<const uint8_t, const float>(cache.key_codes, cache.key_scales);
-  p.value = make_side<const uint8_t, const float>(cache.value_codes, cache.value_scales);
+  p.key = make_side<const uint8_t>(cache.key_codes, cache.key_scales, cache.key_zeros, cache.key_full);
+  p.value = make_side<const uint8_t>(cache.value_codes, cache.value_scales, cache.value_zeros, cache.value_full);
   p.format = format;
+  p.full_dtype = cache.key_full ? float_dtype(cache.key_full->dtype) : Dtype::kFloat32;
   p.lengths = held;
   p.batch = q.sizes[0];
   p.heads_q = q.sizes[1];
@@ -86,8 +86,9 @@ Tensor attend_cpu(const Tensor& query, const Tensor& key_codes, const Tensor& ke
                   std::optional<double> scale, const OptionalTensor& key_zeros, const OptionalTensor& value_zeros,
                   const OptionalTensor& key_full, const OptionalTensor& value_full) {
   const FormatArgument format(format_text);
-  const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths);
-  return attend_any("kvq::attend", query, cache, format, scale, key_zeros, value_zeros, key_full, value_full, nullptr);
+  const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths, key_zeros, value_zeros, key_full,
+                         value_full);
+  return attend_any("kvq::attend", query, cache, format, scale, nullptr);
 }
 
 std::tuple<Tensor, Tensor> attend_lse_cpu(const Tensor& query, const Tensor& key_codes, const Tensor& key_scales,
@@ -96,10 +97,10 @@ std::tuple<Tensor, Tensor> attend_lse_cpu(const Tensor& query, const Tensor& key
                                           const OptionalTensor& key_zeros, const OptionalTensor& value_zeros,
                                           const OptionalTensor& key_full, const OptionalTensor& value_full) {
   const FormatArgument format(format_text);
-  const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths);
+  const CacheViews cache(key_codes, key_scales, value_codes, value_scales, lengths, key_zeros, value_zeros, key_full,
+                         value_full);
   Tensor lse;
-  const Tensor out =
-      attend_any("kvq::attend_lse", query, cache, format, scale, key_zeros, value_zeros, key_full, value_full, &lse);
+  const Tensor out = attend_any("kvq::attend_lse", query, cache, format, scale, &lse);
   return {out, lse};
 }
 

@@ -7,14 +7,22 @@ namespace kvq {
 
 namespace {
 
-void check_part(const Checker& check, const View& part, ScalarType dtype, std::initializer_list<int64_t> shape,
-                bool contiguous, const View& like) {
-  if (part.dtype != dtype) check.fail(part.name, "be " + dtype_name(dtype), dtype_name(part.dtype));
-  if (!part.same_shape(shape)) {
-    check.fail(part.name, "have shape " + list_text(shape.begin(), shape.size()), part.shape_text());
+// What a part must be; [batch, heads_kv, tokens] of any strides, others contiguous in their last dimension.
+struct Expected {
+  ScalarType dtype;
+  int64_t dim;
+  int64_t shape[4];
+};
+
+void check_part(const Checker& check, const View& part, const Expected& want, const View& like) {
+  if (part.dtype != want.dtype) check.fail(part.name, "be " + dtype_name(want.dtype), dtype_name(part.dtype));
+  bool same = part.dim == want.dim;
+  for (int64_t i = 0; same && i < want.dim; ++i) same = part.sizes[i] == want.shape[i];
+  if (!same) {
+    check.fail(part.name, "have shape " + list_text(want.shape, static_cast<size_t>(want.dim)), part.shape_text());
   }
   const int64_t last = part.dim - 1;
-  if (contiguous && part.sizes[last] > 1 && part.strides[last] != 1) {
+  if (part.dim != 3 && part.sizes[last] > 1 && part.strides[last] != 1) {
     check.fail(part.name, "be contiguous in its last dimension", "stride " + std::to_string(part.strides[last]));
   }
   if (!part.same_device(like)) check.fail(part.name, "be on " + like.device_text(), part.device_text());
@@ -57,34 +65,68 @@ void check_four_dimensions(const Checker& check, const View& codes) {
   }
 }
 
-void check_cache(const Checker& check, const CacheViews& cache, const CacheFormat& format, const View& like,
-                 int64_t heads_kv) {
+void check_cache(const Checker& check, const CacheViews& cache, const FormatArgument& text, const CacheFormat& format,
+                 const View& like, int64_t heads_kv) {
   const int64_t batch = like.sizes[0], head_dim = like.sizes[like.dim - 1], tokens = cache.max_tokens();
-  check_part(check, cache.key_codes, codes_dtype(format.key), {batch, heads_kv, tokens, format.key.row_bytes(head_dim)},
-             true, like);
-  check_part(check, cache.key_scales, ScalarType::Float, {batch, heads_kv, tokens}, false, like);
-  check_part(check, cache.value_codes, codes_dtype(format.value),
-             {batch, heads_kv, tokens, format.value.row_bytes(head_dim)}, true, like);
-  check_part(check, cache.value_scales, ScalarType::Float, {batch, heads_kv, tokens}, false, like);
-  check_part(check, cache.lengths, ScalarType::Int, {batch}, true, like);
-}
-
-void check_unused(const Checker& check, const FormatArgument& format, const OptionalTensor& key_zeros,
-                  const OptionalTensor& value_zeros, const OptionalTensor& key_full, const OptionalTensor& value_full) {
-  const auto refuse = [&](const char* name, const OptionalTensor& tensor) {
-    if (tensor) check.fail(name, "be None for format " + format.text(), "a tensor");
+  const auto rows = [&](ScalarType dtype, int64_t last) { return Expected{dtype, 4, {batch, heads_kv, tokens, last}}; };
+  const Expected row_floats{ScalarType::Float, 3, {batch, heads_kv, tokens, 0}};
+  const auto blocks = [&](ScalarType dtype) {
+    const int64_t whole = tokens > format.sinks ? (tokens - format.sinks) / format.key.key_block : 0;
+    return Expected{dtype, 4, {batch, heads_kv, whole > 1 ? whole : 1, head_dim}};
   };
-  refuse("key_zeros", key_zeros);
-  refuse("value_zeros", value_zeros);
-  refuse("key_full", key_full);
-  refuse("value_full", value_full);
+  const auto side = [&](const SideFormat& coded, const View& codes, const View& scales) {
+    check_part(check, codes, rows(codes_dtype(coded), coded.row_bytes(head_dim)), like);
+    check_part(check, scales,
+               coded.coding == Coding::kChannel ? blocks(coded.narrow_scales ? ScalarType::BFloat16 : ScalarType::Float)
+               : coded.coding == Coding::kGroup ? rows(ScalarType::Byte, coded.group_bytes(head_dim))
+                                                : row_floats,
+               like);
+  };
+  side(format.key, cache.key_codes, cache.key_scales);
+  side(format.value, cache.value_codes, cache.value_scales);
+  check_part(check, cache.lengths, Expected{ScalarType::Int, 1, {batch, 0, 0, 0}}, like);
+
+  const auto optional = [&](const char* name, const std::optional<View>& part, bool wanted, const Expected& want) {
+    if (part && !wanted) check.fail(name, "be None for format " + text.text(), "a tensor");
+    if (!part && wanted) check.fail(name, "be a tensor for format " + text.text(), "None");
+    if (part) check_part(check, *part, want, like);
+  };
+  const auto full = [&](const std::optional<View>& part, int64_t slots) {
+    return Expected{part ? part->dtype : ScalarType::Float, 4, {batch, heads_kv, slots, head_dim}};
+  };
+  const bool channel = format.key.coding == Coding::kChannel;
+  optional("key_zeros", cache.key_zeros, channel, channel ? blocks(ScalarType::Float) : row_floats);
+  optional("value_zeros", cache.value_zeros, format.value.coding == Coding::kToken, row_floats);
+  optional("key_full", cache.key_full, format.key_slots() > 0, full(cache.key_full, format.key_slots()));
+  optional("value_full", cache.value_full, format.sinks > 0, full(cache.value_full, format.sinks));
 }
 
-void check_no_overlap(const Checker& check, const View& part) {
-  for (int64_t i = 0; i < part.dim; ++i) {
-    if (part.sizes[i] > 1 && part.strides[i] == 0) {
-      check.fail(part.name, "not overlap itself", "strides " + list_text(part.strides, static_cast<size_t>(part.dim)));
+void check_full_dtype(const Checker& check, const CacheViews& cache, const View* key) {
+  for (const std::optional<View>* part : {&cache.key_full, &cache.value_full}) {
+    if (!*part) continue;
+    const View& full = **part;
+    if (key && full.dtype != key->dtype) {
+      check.fail("key", "be " + dtype_name(full.dtype) + " like " + full.name, dtype_name(key->dtype));
     }
+    check_float(check, full);
+    if (full.dtype != cache.key_full->dtype) {
+      check.fail(full.name, "be " + dtype_name(cache.key_full->dtype) + " like key_full", dtype_name(full.dtype));
+    }
+  }
+}
+
+void check_no_overlap(const Checker& check, const CacheViews& cache) {
+  const auto one = [&](const View& part) {
+    for (int64_t i = 0; i < part.dim; ++i) {
+      if (part.sizes[i] > 1 && part.strides[i] == 0) {
+        check.fail(part.name, "not overlap itself",
+                   "strides " + list_text(part.strides, static_cast<size_t>(part.dim)));
+      }
+    }
+  };
+  for (const View* part : {&cache.key_codes, &cache.key_scales, &cache.value_codes, &cache.value_scales}) one(*part);
+  for (const std::optional<View>* part : {&cache.key_zeros, &cache.value_zeros, &cache.key_full, &cache.value_full}) {
+    if (*part) one(**part);
   }
 }
 

@@ -72,6 +72,12 @@ inline std::string dtype_name(ScalarType dtype) {
   }
 }
 
+inline int64_t item_size(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::Int       ? 4
+         : dtype == ScalarType::Half || dtype == ScalarType::BFloat16 ? 2
+                                                                      : 1;
+}
+
 inline std::string list_text(const int64_t* items, size_t count) {
   std::string text = "[";
   for (size_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(items[i]);
@@ -121,6 +127,9 @@ struct View {
   }
 };
 
+constexpr const char* kFormats =
+    "be one of int4, int4_g32, int4_g64, int4_hq, int4_kivi, int8, int8_hq, int8_kivi, k8v4 or <key>/<value> of them";
+
 // A format argument: a string that the dispatcher hands over and the op frees. (The header's conversion to
 // std::string leaks one string a call.)
 class FormatArgument {
@@ -141,7 +150,7 @@ class FormatArgument {
   CacheFormat parse(const Checker& check) const {
     CacheFormat format;
     if (!parse_format(text_, length_, &format)) {
-      check.fail("format", "be one of int4, int8 or <key>/<value> of them", "'" + text() + "'");
+      check.fail("format", kFormats, "'" + text() + "'");
     }
     return format;
   }
@@ -152,34 +161,42 @@ class FormatArgument {
   size_t length_;
 };
 
-// The cache's tensors as the ops take them.
+using OptionalTensor = std::optional<Tensor>;
+
+// The cache's tensors as the ops take them. Some formats have no zeros or no rows in full precision.
 struct CacheViews {
   View key_codes, key_scales, value_codes, value_scales, lengths;
+  std::optional<View> key_zeros, value_zeros, key_full, value_full;
 
   CacheViews(const Tensor& key_codes_, const Tensor& key_scales_, const Tensor& value_codes_,
-             const Tensor& value_scales_, const Tensor& lengths_)
+             const Tensor& value_scales_, const Tensor& lengths_, const OptionalTensor& key_zeros_,
+             const OptionalTensor& value_zeros_, const OptionalTensor& key_full_, const OptionalTensor& value_full_)
       : key_codes("key_codes", key_codes_),
         key_scales("key_scales", key_scales_),
         value_codes("value_codes", value_codes_),
         value_scales("value_scales", value_scales_),
-        lengths("lengths", lengths_) {}
+        lengths("lengths", lengths_) {
+    if (key_zeros_) key_zeros.emplace("key_zeros", *key_zeros_);
+    if (value_zeros_) value_zeros.emplace("value_zeros", *value_zeros_);
+    if (key_full_) key_full.emplace("key_full", *key_full_);
+    if (value_full_) value_full.emplace("value_full", *value_full_);
+  }
 
   int64_t batch() const { return key_codes.sizes[0]; }
   int64_t heads_kv() const { return key_codes.sizes[1]; }
   int64_t max_tokens() const { return key_codes.sizes[2]; }
 };
 
-// Tensors of formats that keep zero points or full-precision rows.
-using OptionalTensor = std::optional<Tensor>;
-
 void check_float(const Checker&, const View&);
 void check_head_dim(const Checker&, const View&);
 void check_four_dimensions(const Checker&, const View& codes);
-void check_cache(const Checker&, const CacheViews&, const CacheFormat&, const View& like, int64_t heads_kv);
-void check_unused(const Checker&, const FormatArgument&, const OptionalTensor& key_zeros,
-                  const OptionalTensor& value_zeros, const OptionalTensor& key_full, const OptionalTensor& value_full);
-// Nothing that is written through this part may be the same memory twice.
-void check_no_overlap(const Checker&, const View& part);
+// Every part against the format, for `like` [batch, ..., head_dim].
+void check_cache(const Checker&, const CacheViews&, const FormatArgument&, const CacheFormat&, const View& like,
+                 int64_t heads_kv);
+// Rows in full precision of an append are those of the key; of an attend any floats.
+void check_full_dtype(const Checker&, const CacheViews&, const View* key);
+// Nothing that is written through these parts may be the same memory twice.
+void check_no_overlap(const Checker&, const CacheViews&);
 // A copy of the lengths, kept until this thread's next call: each lies in 0..max_tokens. Checks and kernels read the
 // copy alone, so another thread that writes lengths meanwhile cannot lead them out of bounds.
 const int32_t* checked_lengths(const Checker&, const CacheViews&);
@@ -187,10 +204,19 @@ const int32_t* checked_lengths(const Checker&, const CacheViews&);
 Dtype float_dtype(ScalarType);
 Parallel torch_pool();
 
-template <class Byte, class Float>
-SideT<Byte, Float> make_side(const View& codes, const View& scales) {
-  return {static_cast<Byte*>(codes.data),   codes.strides[0],  codes.strides[1],  codes.strides[2],
-          static_cast<Float*>(scales.data), scales.strides[0], scales.strides[1], scales.strides[2]};
+template <class Byte>
+PartT<Byte> make_part(const View& part) {
+  const int64_t item = item_size(part.dtype);
+  return {static_cast<Byte*>(part.data), part.strides[0] * item, part.strides[1] * item, part.strides[2] * item};
+}
+
+template <class Byte>
+SideT<Byte> make_side(const View& codes, const View& scales, const std::optional<View>& zeros,
+                      const std::optional<View>& full) {
+  SideT<Byte> side{make_part<Byte>(codes), make_part<Byte>(scales), {}, {}};
+  if (zeros) side.zeros = make_part<Byte>(*zeros);
+  if (full) side.full = make_part<Byte>(*full);
+  return side;
 }
 
 }  // namespace kvq

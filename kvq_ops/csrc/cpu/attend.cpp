@@ -30,9 +30,7 @@ struct Job {
   int64_t row_parts = 1;    // units that share the rows of one split
   int64_t units = 0, prepare_workers = 1;
   Sequence* sequences = nullptr;
-  int16_t* query_codes = nullptr;
-  float* query_scales = nullptr;
-  int32_t* query_sums = nullptr;
+  Queries queries = {};
   Partial* partials = nullptr;
   float* acc = nullptr;
   int32_t* done = nullptr;  // units finished of each [batch, head, row part]
@@ -44,8 +42,7 @@ struct Job {
     const int64_t all = p.batch * p.heads_kv * rows;
     for (int64_t i = all * worker / prepare_workers; i < all * (worker + 1) / prepare_workers; ++i) {
       const int64_t bh = i / rows;
-      kernels.prepare_query(p, key_plan, bh / p.heads_kv, bh % p.heads_kv, i % rows, query_codes + i * key_plan.width,
-                            query_scales + i, query_sums + i);
+      kernels.prepare_query(p, key_plan, bh / p.heads_kv, bh % p.heads_kv, i % rows, queries, i);
     }
   }
 
@@ -64,13 +61,14 @@ struct Job {
     unit.h = h;
     unit.first_row = part_row(part);
     unit.rows = part_row(part + 1) - unit.first_row;
-    unit.first_token = split * sequence.split_tokens;
+    unit.first_token = p.format.sinks + split * sequence.split_tokens;
     unit.last_token = smaller(p.lengths[b], unit.first_token + sequence.split_tokens);
+    unit.sinks = split == 0 && p.format.sinks > 0;
     const int64_t head_row = sequence.first_row + h * sequence.splits * rows;
     const int64_t row = head_row + split * rows + unit.first_row;
     unit.partial = partials + row;
     unit.acc = acc + row * value_plan.width;
-    kernels.attend_unit(p, key_plan, value_plan, Queries{query_codes, query_scales, query_sums}, unit);
+    kernels.attend_unit(p, key_plan, value_plan, queries, unit);
 
     int32_t* done_here = done + (b * p.heads_kv + h) * row_parts + part;
     if (__atomic_add_fetch(done_here, 1, __ATOMIC_ACQ_REL) != sequence.splits) return;
@@ -103,19 +101,21 @@ struct Carve {
 
 void carve(Job* job, int64_t partial_rows, Carve* from) {
   const int64_t rows = job->p.batch * job->p.heads_kv * job->rows;
-  job->query_codes = from->take<int16_t>(rows * job->key_plan.width);
-  job->query_scales = from->take<float>(rows);
-  job->query_sums = from->take<int32_t>(rows);
+  job->queries.codes = from->take<int16_t>(rows * job->key_plan.width);
+  job->queries.scales = from->take<float>(rows);
+  job->queries.sums = from->take<int32_t>(rows);
+  if (job->p.float_queries()) job->queries.floats = from->take<float>(rows * float_width(job->p.head_dim));
   job->partials = from->take<Partial>(partial_rows);
   job->acc = from->take<float>(partial_rows * job->value_plan.width);
   job->done = from->take<int32_t>(job->p.batch * job->p.heads_kv * job->row_parts);
   job->sequences = from->take<Sequence>(job->p.batch);
 }
 
-Sequence split_sequence(int64_t length, int64_t tokens) {
-  const int64_t blocks = ceil_div(length, kBlockTokens), most = larger(1, kMaxSplits / tokens);
+Sequence split_sequence(int64_t length, int64_t sinks, int64_t tokens) {
+  if (length == 0) return Sequence{0, 0, 0, 0};
+  // Of sinks alone one empty block, to which the sinks belong.
+  const int64_t blocks = larger(1, ceil_div(length - sinks, kBlockTokens)), most = larger(1, kMaxSplits / tokens);
   const int64_t wanted = smaller(most, ceil_div(blocks, kSplitBlocks));
-  if (wanted == 0) return Sequence{0, 0, 0, 0};
   const int64_t split_blocks = ceil_div(blocks, wanted);
   return Sequence{ceil_div(blocks, split_blocks), split_blocks * kBlockTokens, 0, 0};
 }
@@ -126,15 +126,15 @@ void attend(const AttendParams& p, const Kernels& kernels, const Parallel& paral
   if (p.batch == 0 || p.tokens == 0 || p.heads_q == 0) return;
   static thread_local LanePlan kept_key, kept_value;
   const CacheFormat& format = p.format;
-  const LanePlan& key_plan = lane_plan(&kept_key, p.head_dim, format.key.bits, kernels.lanes);
-  const LanePlan& value_plan = lane_plan(&kept_value, p.head_dim, format.value.bits, kernels.lanes);
+  const LanePlan& key_plan = lane_plan(&kept_key, p.head_dim, format.key, kernels.lanes);
+  const LanePlan& value_plan = lane_plan(&kept_value, p.head_dim, format.value, kernels.lanes);
   Job job{p, kernels, key_plan, value_plan};
 
   int64_t tokens = 0, splits = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     if (p.lengths[b] == 0) fill_empty(p, b);
     tokens += p.lengths[b];
-    splits += split_sequence(p.lengths[b], p.tokens).splits;
+    splits += split_sequence(p.lengths[b], p.format.sinks, p.tokens).splits;
   }
   if (tokens == 0) return;
   const int64_t row_bytes = format.key.row_bytes(p.head_dim) + format.value.row_bytes(p.head_dim) + 8;
@@ -155,7 +155,7 @@ void attend(const AttendParams& p, const Kernels& kernels, const Parallel& paral
   std::memset(job.done, 0, static_cast<size_t>(p.batch * p.heads_kv * job.row_parts) * sizeof(int32_t));
   int64_t unit = 0, row = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
-    Sequence sequence = split_sequence(p.lengths[b], p.tokens);
+    Sequence sequence = split_sequence(p.lengths[b], p.format.sinks, p.tokens);
     sequence.first_unit = unit;
     sequence.first_row = row;
     job.sequences[b] = sequence;

@@ -9,7 +9,7 @@
 namespace kvq {
 
 // The plan for rows of this kind, made anew in *kept only where it holds another.
-const LanePlan& lane_plan(LanePlan* kept, int64_t head_dim, int bits, int64_t lanes);
+const LanePlan& lane_plan(LanePlan* kept, int64_t head_dim, const SideFormat& format, int64_t lanes);
 
 // Memory for one call, 64-byte aligned. A thread keeps up to kKept bytes from call to call: a fresh allocation of
 // this size would be mapped and cleared by the system every time, which costs as much as a short attend.

@@ -70,6 +70,20 @@ inline I16 high_nibbles(I16 bytes) {
   KVQ_EACH(kLanes) bytes.v[i] = static_cast<int16_t>(bytes.v[i] >> 4);
   return bytes;
 }
+inline I16 set_i16(int16_t x) {
+  I16 y;
+  KVQ_EACH(kLanes) y.v[i] = x;
+  return y;
+}
+// The low 16 bits of the products
+inline I16 mul_i16(I16 a, I16 b) {
+  KVQ_EACH(kLanes) a.v[i] = static_cast<int16_t>(a.v[i] * b.v[i]);
+  return a;
+}
+inline I16 sub_i16(I16 a, I16 b) {
+  KVQ_EACH(kLanes) a.v[i] = static_cast<int16_t>(a.v[i] - b.v[i]);
+  return a;
+}
 // Pairs (a[i], b[i]) in two vectors, in an order of the ISA's choice that natural_order undoes.
 inline void interleave(I16 a, I16 b, I16* first, I16* second) {
   KVQ_EACH(kHalf) {

@@ -127,20 +127,28 @@ struct Weights {
   alignas(64) int16_t code[kMaxRows * kBlockTokens];  // [row, token], zero past the last token
   float scale[kMaxRows];                              // of a code, a power of two
   float correction[kMaxRows];                         // by which earlier sums shrink
-  int32_t sum[kMaxRows];                              // of the codes
+  int32_t sum[kMaxRows];                              // of the codes, for the offset of unsigned value codes
+  float bias[kMaxRows * kMaxGroups];                  // what a group's channels add; codings without groups have one
 };
 
-// Sums of ROWS query rows over the channels of STEPS code vectors, vector V of each.
-template <class Codec, int V, int ROWS, int STEPS>
+// Sums of ROWS query rows over the channels of STEPS code vectors, vector V of each. With GROUPS the codes are
+// multiplied by the mantissas of their group.
+template <class Codec, int V, int ROWS, int STEPS, bool GROUPS>
 struct ValueSums {
   I32 sum[ROWS][STEPS][2];
+  const int16_t* mantissa[STEPS];  // of the block's tokens in the group of each step
 
-  // Adds two value rows; `weights` points at the weights of both.
-  void add_pair(const uint8_t* even, const uint8_t* odd, const int32_t* offset, const int16_t* weights) {
+  // Adds value rows j and j + 1; `weights` points at the weights of both.
+  void add_pair(const uint8_t* even, const uint8_t* odd, const int32_t* offset, const int16_t* weights, int64_t j) {
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
       I16 first, second;
       interleave(Codec::template vector<V>(Codec::load(even + offset[k])),
                  Codec::template vector<V>(Codec::load(odd + offset[k])), &first, &second);
+      if (GROUPS) {
+        const I16 m = pair_i16(mantissa[k] + j);
+        first = mul_i16(first, m);
+        second = mul_i16(second, m);
+      }
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
         const I16 w = pair_i16(weights + r * kBlockTokens);
         sum[r][k][0] = dot(sum[r][k][0], first, w);
@@ -153,14 +161,19 @@ struct ValueSums {
 };
 
 // Adds the weighted rows of a block to acc: channels of STEPS code vectors from step s on, vector V of each.
-template <class Codec, int V, int ROWS, int STEPS>
-inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
-                       Ahead* ahead) {
+template <class Codec, int V, int ROWS, int STEPS, bool GROUPS>
+inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights,
+                       const int16_t* mantissa, float* acc, Ahead* ahead) {
   constexpr int64_t kRun = 16;  // tokens between prefetches, which would take registers from the inner loop
-  ValueSums<Codec, V, ROWS, STEPS> sums;
+  ValueSums<Codec, V, ROWS, STEPS, GROUPS> sums;
   auto& sum = sums.sum;
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
+  }
+  if (GROUPS) {
+    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
+      sums.mantissa[k] = mantissa + plan.group[(s + k) * Codec::kVectors + V] * kBlockTokens;
+    }
   }
   const int32_t* offset = plan.offset + s;
   const uint8_t* row = values.first;
@@ -169,19 +182,22 @@ inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, con
   while (j + 1 < values.tokens) {
     if (V == 0) ahead->advance(kRun * STEPS * kLanes);
     const int64_t end = j + kRun < values.tokens ? j + kRun : values.tokens - 1;
-    for (; j < end; j += 2, row += 2 * stride) sums.add_pair(row, row + stride, offset, weights.code + j);
+    for (; j < end; j += 2, row += 2 * stride) sums.add_pair(row, row + stride, offset, weights.code + j, j);
   }
-  if (j < values.tokens) sums.add_pair(row, row, offset, weights.code + j);  // the weight past the last token is 0
+  if (j < values.tokens) sums.add_pair(row, row, offset, weights.code + j, j);  // the weight past the last token is 0
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
     const F32 scale = set_f32(weights.scale[r]), correction = set_f32(weights.correction[r]);
-    const I32 offset = set_i32(Codec::kOffset * weights.sum[r]);
+    const I32 offset = set_i32(GROUPS ? 0 : Codec::kOffset * weights.sum[r]);
     KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
+      const int64_t vector = (s + k) * Codec::kVectors + V;
+      const F32 bias = set_f32(weights.bias[r * kMaxGroups + (GROUPS ? plan.group[vector] : 0)]);
       I32 part[2];
       natural_order(sum[r][k][0], sum[r][k][1], &part[0], &part[1]);
-      float* to = acc + r * plan.width + ((s + k) * Codec::kVectors + V) * kLanes;
+      float* to = acc + r * plan.width + vector * kLanes;
       KVQ_UNROLL for (int i = 0; i < 2; ++i) {
-        const I32 exact = Codec::kOffset ? sub_i32(part[i], offset) : part[i];
-        store_f32(to + i * kFloats, fma(to_f32(exact), scale, mul(load_f32(to + i * kFloats), correction)));
+        const I32 exact = Codec::kOffset && !GROUPS ? sub_i32(part[i], offset) : part[i];
+        const F32 before = fma(load_f32(to + i * kFloats), correction, bias);
+        store_f32(to + i * kFloats, fma(to_f32(exact), scale, before));
       }
     }
   }
@@ -197,18 +213,83 @@ KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16
   }
 }
 
-// Tiles of STEPS code vectors from step s on, then what is left in narrower ones.
-template <class Codec, int V, int ROWS, int STEPS>
-inline void value_tiles(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
-                        Ahead* ahead) {
-  for (; s + STEPS <= plan.steps; s += STEPS) value_tile<Codec, V, ROWS, STEPS>(values, s, plan, weights, acc, ahead);
-  if constexpr (STEPS > 1) value_tiles<Codec, V, ROWS, STEPS / 2>(values, s, plan, weights, acc, ahead);
+// The same for 4-bit keys in groups, whose codes become (2 * nibble - 15) * mantissa: too wide for byte products, so
+// these take int16 ones on every ISA, and the query as it is before arrange_query.
+template <int ROWS, int TOKENS>
+inline void group_key_tile(const Block& keys, int64_t j, const LanePlan& plan, const int16_t* query,
+                           const int16_t* mantissa, int32_t* logits) {
+  const uint8_t* row[TOKENS];
+  I32 sum[ROWS][TOKENS];
+  KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) row[t] = keys.row(j + t);
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) sum[r][t] = zero_i32();
+  }
+  for (int64_t s = 0; s < plan.steps; ++s) {
+    KVQ_UNROLL for (int v = 0; v < 2; ++v) {
+      const int16_t* m = mantissa + plan.group[2 * s + v] * kBlockTokens + j;
+      I16 code[TOKENS];
+      KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+        const I16 bytes = Codec4::load(row[t] + plan.offset[s]);
+        const I16 nibbles = v == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
+        const int16_t one = m[j + t < keys.tokens ? t : 0];
+        code[t] =
+            sub_i16(mul_i16(nibbles, set_i16(static_cast<int16_t>(2 * one))), set_i16(static_cast<int16_t>(15 * one)));
+      }
+      KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+        const I16 x = load_i16(query + r * plan.width + (2 * s + v) * kLanes);
+        KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
+          sum[r][t] = dot(sum[r][t], code[t], x);
+          pin(sum[r][t]);
+        }
+      }
+    }
+  }
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    KVQ_UNROLL for (int t = 0; t < TOKENS; t += 2) {
+      int32_t four[4];
+      const int next = t + 1 < TOKENS ? t + 1 : t;
+      sum4(sum[r][t], sum[r][next], sum[r][t], sum[r][next], four);
+      logits[r * kBlockTokens + j + t] = four[0];
+      logits[r * kBlockTokens + j + next] = four[next == t ? 0 : 1];
+    }
+  }
 }
 
-template <class Codec, int V, int ROWS>
-KVQ_NOINLINE void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc,
-                              Ahead* ahead) {
-  value_tiles<Codec, V, ROWS, tile_steps(ROWS)>(values, 0, plan, weights, acc, ahead);
+template <int ROWS>
+KVQ_NOINLINE void group_key_block(const Block& keys, const LanePlan& plan, const int16_t* query,
+                                  const int16_t* mantissa, int32_t* logits, Ahead* ahead) {
+  constexpr int kTokens = tile_tokens(ROWS);
+  for (int64_t j = 0; j < keys.tokens; j += kTokens) {
+    ahead->advance(kTokens * keys.row_bytes);
+    group_key_tile<ROWS, kTokens>(keys, j, plan, query, mantissa, logits);
+  }
+}
+
+// Tiles of STEPS code vectors from step s on, then what is left in narrower ones.
+template <class Codec, int V, int ROWS, int STEPS, bool GROUPS>
+inline void value_tiles(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights,
+                        const int16_t* mantissa, float* acc, Ahead* ahead) {
+  for (; s + STEPS <= plan.steps; s += STEPS) {
+    value_tile<Codec, V, ROWS, STEPS, GROUPS>(values, s, plan, weights, mantissa, acc, ahead);
+  }
+  if constexpr (STEPS > 1) {
+    value_tiles<Codec, V, ROWS, STEPS / 2, GROUPS>(values, s, plan, weights, mantissa, acc, ahead);
+  }
+}
+
+template <class Codec, int V, int ROWS, bool GROUPS>
+KVQ_NOINLINE void value_vectors(const Block& values, const LanePlan& plan, const Weights& weights,
+                                const int16_t* mantissa, float* acc, Ahead* ahead) {
+  value_tiles<Codec, V, ROWS, tile_steps(ROWS), GROUPS>(values, 0, plan, weights, mantissa, acc, ahead);
+}
+
+template <class Codec, int ROWS, bool GROUPS>
+inline void value_block(const Block& values, const LanePlan& plan, const Weights& weights, const int16_t* mantissa,
+                        float* acc, Ahead* ahead) {
+  value_vectors<Codec, 0, ROWS, GROUPS>(values, plan, weights, mantissa, acc, ahead);
+  if constexpr (Codec::kVectors == 2) {
+    value_vectors<Codec, 1, ROWS, GROUPS>(values, plan, weights, mantissa, acc, ahead);
+  }
 }
 
 }  // namespace
