@@ -124,7 +124,9 @@ def quantize_affine(x: Tensor, side: SideFormat, dim: int) -> tuple[Tensor, Tens
     codes = ((x - lo.unsqueeze(dim)) / scales.unsqueeze(dim)).round().clamp(0, 2 * side.limit + 1)
     codes = codes.where(finite.unsqueeze(dim), 0) - (side.limit + 1)
     scales, lo = scales.where(finite, torch.nan), lo.where(finite, torch.nan)
-    return _stored(codes, side), scales.to(torch.bfloat16) if narrow else scales, lo
+    if narrow:  # by its bits: what a conversion makes of NaN depends on the processor
+        scales = (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return _stored(codes, side), scales, lo
 
 
 def dequantize_affine(
