@@ -6,20 +6,21 @@ import math
 
 import pytest
 import torch
-from common import DTYPES, FORMAT_NAMES, Cache, assert_same_bits, empty, same_bits
+from common import CODINGS, DTYPES, FORMAT_NAMES, Cache, append, assert_same_bits, empty, filled, same_bits
 from torch import Tensor
 
-from kvq_ops import append, reference
+import kvq_ops
+from kvq_ops import get_format, reference
 
 HEAD_DIMS = [8, 10, 16, 64, 80, 96, 100, 128, 256, 512, 1024]
-PAD = 3
+PAD = 1
+IN_BLOCKS = [name for name in FORMAT_NAMES if get_format(name).key.key_block]
 
 
 def guarded(part: Tensor) -> tuple[Tensor, Tensor]:
     """A copy of part inside a larger tensor of noise, which is returned too: what lies around it is then visible."""
-    lengths = part.dim() == 1
     around = part.new_empty([size + 2 * PAD for size in part.shape])
-    if lengths:
+    if part.dim() == 1:
         around.random_(0, 1000)
     else:
         around.view(torch.uint8).random_(0, 256)
@@ -28,10 +29,10 @@ def guarded(part: Tensor) -> tuple[Tensor, Tensor]:
     return inside, around
 
 
-def appended(cache: Cache, key: Tensor, value: Tensor, name: str, by=append) -> Cache:
+def appended(cache: Cache, key: Tensor, value: Tensor, name: str, by=kvq_ops.append) -> Cache:
     """A copy of cache with the rows."""
     cache = cache.clone()
-    by(*cache, key, value, name)
+    append(cache, key, value, name, by)
     return cache
 
 
@@ -46,22 +47,45 @@ def rows(batch: int, heads_kv: int, tokens: int, head_dim: int, dtype: str = "fp
     return key, value
 
 
+def assert_nothing_else_is_touched(cache: Cache, key: Tensor, value: Tensor, name: str) -> None:
+    """The parts being views into noise: what append writes equals the reference's, older rows, later rows and
+    surroundings stay."""
+    want = appended(cache, key, value, name, reference.append)
+    guards = {part_name: guarded(part) for part_name, part in cache._asdict().items() if part is not None}
+    inside = Cache(**{part_name: view for part_name, (view, _) in guards.items()})
+    before = {part_name: part.clone() for part_name, (_, part) in guards.items()}
+    append(inside, key, value, name)
+    assert_same_bits(inside, want)
+    for part_name, (view, around) in guards.items():
+        view.copy_(before[part_name][tuple(slice(PAD, PAD + size) for size in view.shape)])
+        assert same_bits(around, before[part_name])
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids="d{}".format)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_bytes_equal_the_reference(name, dtype, head_dim):
-    """Ragged lengths, the parts being views into noise: older rows, later rows and surroundings stay."""
-    key, value = rows(2, 3, 5, head_dim, dtype)
-    cache = empty(name, 2, 3, head_dim, 11)
-    cache.lengths.copy_(torch.tensor([1, 6]))
-    want = appended(cache, key, value, name, reference.append)
-    inside, around = zip(*(guarded(part) for part in cache), strict=True)
-    before = [part.clone() for part in around]
-    append(*inside, key, value, name)
-    assert_same_bits(inside, want)
-    for view, part, old in zip(inside, around, before, strict=True):
-        view.copy_(old[tuple(slice(PAD, PAD + size) for size in view.shape)])
-        assert same_bits(part, old)
+    """Ragged lengths; where keys are coded in blocks, the first append leaves a block open and the second fills it and
+    one more."""
+    block = get_format(name).key.key_block
+    first, second = (block + 7, 5 + block) if block else (6, 5)
+    key, value = rows(2, 3, first + second, head_dim, dtype)
+    cache = empty(name, 2, 3, head_dim, first + second, DTYPES[dtype])
+    cache.lengths.copy_(torch.tensor([1, 6]) - 1)
+    append(cache, key[:, :, : first - 5], value[:, :, : first - 5], name, reference.append)
+    assert_nothing_else_is_touched(cache, key[:, :, :second], value[:, :, :second], name)
+
+
+BORDERS = [0, 1, 3, 4, 5, 35, 36, 37, 67, 68, 69, 100, 131, 132, 133]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 33, 64, 130], ids="t{}".format)
+@pytest.mark.parametrize("name", CODINGS)
+def test_around_sinks_and_borders_of_blocks(name, tokens):
+    """Sequences that start before, at and behind every border, each freezing blocks of its own."""
+    key, value = rows(len(BORDERS), 2, max(BORDERS) + tokens, 10)
+    cache = filled(name, key, value, BORDERS, key.shape[2])
+    assert_nothing_else_is_touched(cache, key[:, :, -tokens:], value[:, :, -tokens:], name)
 
 
 @pytest.mark.parametrize("head_dim", [64, 100], ids="d{}".format)
@@ -90,15 +114,17 @@ def hostile_rows(head_dim: int) -> Tensor:
 
 @pytest.mark.parametrize("head_dim", [8, 64, 100], ids="d{}".format)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_hostile_rows(name, dtype, head_dim):
     """Zeros of both signs, NaN, infinities, the largest numbers, numbers below the normal ones, at the first channel,
     the middle, the last and everywhere."""
     x = hostile_rows(head_dim).to(DTYPES[dtype])
-    cache = empty(name, 1, 1, head_dim, x.shape[2])
+    cache = empty(name, 1, 1, head_dim, x.shape[2], x.dtype)
     got = appended(cache, x, x.flip(2), name)
     assert_same_bits(got, appended(cache, x, x.flip(2), name, reference.append))
-    assert got.key_scales.isnan().sum() > 10
+    format = get_format(name)
+    poisoned = got.key_scales == 255 if format.key.coding("key") == "group" else got.key_scales.isnan()
+    assert poisoned.sum() >= (1 if format.key.key_block else 10)
 
 
 STRIDED = {
@@ -114,23 +140,26 @@ STRIDED = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", STRIDED)
 def test_strided_rows(layout, dtype, head_dim):
-    key, value = rows(2, 3, 4, head_dim, dtype)
-    cache = empty("int8/int4", 2, 3, head_dim, 4)
-    want = appended(cache, key, value, "int8/int4")
-    strided = STRIDED[layout](key)
-    assert torch.equal(strided, key)
-    assert strided.stride() != key.stride() or strided.storage_offset() != 0
-    assert_same_bits(appended(cache, strided, value, "int8/int4"), want)
-    assert_same_bits(appended(cache, key, STRIDED[layout](value), "int8/int4"), want)
+    key, value = rows(2, 3, 37, head_dim, dtype)
+    for name, start in (("int8/int4", 0), ("int4_hq", 60), ("int8_kivi", 0)):
+        cache = empty(name, 2, 3, head_dim, start + 40, DTYPES[dtype])
+        append(cache, *rows(2, 3, start, head_dim, dtype), name)
+        want = appended(cache, key, value, name)
+        strided = STRIDED[layout](key)
+        assert torch.equal(strided, key)
+        assert strided.stride() != key.stride() or strided.storage_offset() != 0
+        assert_same_bits(appended(cache, strided, value, name), want)
+        assert_same_bits(appended(cache, key, STRIDED[layout](value), name), want)
 
 
 def test_one_row_for_all():
     """Strides of 0."""
     key, value = torch.randn(2, 1, 1, 1, 64)
-    cache = empty("int4", 2, 3, 64, 5)
-    shape = (2, 3, 5, 64)
-    want = appended(cache, key.expand(shape).contiguous(), value.expand(shape).contiguous(), "int4")
-    assert_same_bits(appended(cache, key.expand(shape), value.expand(shape), "int4"), want)
+    shape = (2, 3, 70, 64)
+    for name in ("int4", "int4_hq"):
+        cache = empty(name, 2, 3, 64, 70)
+        want = appended(cache, key.expand(shape).contiguous(), value.expand(shape).contiguous(), name)
+        assert_same_bits(appended(cache, key.expand(shape), value.expand(shape), name), want)
 
 
 @pytest.mark.parametrize("splits", [[1] * 17, [5, 12], [16, 0, 1]], ids=str)
@@ -141,15 +170,57 @@ def test_one_by_one_or_together(name, splits):
     together = appended(cache, key, value, name)
     assert together.lengths.tolist() == [17, 17]
     for k, v in zip(key.split(splits, 2), value.split(splits, 2), strict=True):
-        append(*cache, k, v, name)
+        append(cache, k, v, name)
     assert_same_bits(cache, together)
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_every_split_of_two_blocks(name):
+    """Appended in two, cut anywhere, and in random pieces: the bytes of one append."""
+    block, sinks = get_format(name).key.key_block, get_format(name).sinks
+    tokens = sinks + 2 * block + 3
+    key, value = rows(1, 1, tokens, 10)
+    cache = empty(name, 1, 1, 10, tokens)
+    together = appended(cache, key, value, name)
+    splits = [[cut, tokens - cut] for cut in range(tokens + 1)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        cuts = torch.randint(0, tokens + 1, (6,), generator=generator).sort().values.tolist()
+        splits.append([b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)])
+    for split in splits:
+        apart = cache.clone()
+        for k, v in zip(key.split(split, 2), value.split(split, 2), strict=True):
+            append(apart, k, v, name)
+        assert_same_bits(apart, together)
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_frozen_blocks_stay(name):
+    """Whatever is appended later, one by one over two rounds of the ring: keys coded once stay as they are."""
+    block, sinks = get_format(name).key.key_block, get_format(name).sinks
+    key, value = rows(1, 2, sinks + 5 * block, 16)
+    cache = empty(name, 1, 2, 16, sinks + 5 * block)
+    frozen: list[Tensor] = []
+    for t in range(key.shape[2]):
+        append(cache, key[:, :, t : t + 1], value[:, :, t : t + 1], name)
+        blocks = max(0, t + 1 - sinks) // block
+        parts = (cache.key_codes[:, :, sinks : sinks + blocks * block], cache.key_scales[:, :, :blocks])
+        now = [*parts, cache.key_zeros[:, :, :blocks]]
+        if blocks and (t + 1 - sinks) % block == 0:
+            frozen = [part.clone() for part in now]
+        if blocks:
+            assert_same_bits(now, frozen)
+    if sinks:
+        assert same_bits(cache.key_full[:, :, :sinks], key[:, :, :sinks])
+        assert same_bits(cache.value_full, value[:, :, :sinks])
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_threads_change_nothing(name):
+    """Three threads have work for each; sequences are ragged."""
     key, value = rows(3, 4, 300, 128, "bf16")
-    cache = empty(name, 3, 4, 128, 300)
+    cache = filled(name, key, value, [0, 40, 3], 340)
     results = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
@@ -184,19 +255,19 @@ def test_past_the_capacity(name, lengths, tokens, said):
     cache.lengths.copy_(torch.tensor(lengths))
     before = cache.clone()
     with pytest.raises(RuntimeError, match=f"^kvq::append: lengths must {said}$"):
-        append(*cache, *rows(2, 3, tokens, 64), name)
+        append(cache, *rows(2, 3, tokens, 64), name)
     assert_same_bits(cache, before)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_last_row_fits(name):
     cache = empty(name, 1, 1, 8, 3)
-    append(*cache, *rows(1, 1, 3, 8), name)
+    append(cache, *rows(1, 1, 3, 8), name)
     assert cache.lengths.tolist() == [3]
 
 
 def test_empty_batches_and_heads():
     for batch, heads_kv in ((0, 2), (2, 0)):
         cache = empty("int8", batch, heads_kv, 8, 3)
-        append(*cache, *torch.randn(2, batch, heads_kv, 1, 8), "int8")
+        append(cache, *torch.randn(2, batch, heads_kv, 1, 8), "int8")
         assert cache.lengths.tolist() == [1] * batch
