@@ -55,6 +55,7 @@ FORMAT_NAMES = [*FORMATS, "int8/int4", "int4/int8", "int8_kivi/int4_hq", "int4_h
 FORMAT_NAMES += ["int4_g32/int8_hq", "int4_g64/int4_kivi", "int4_hq/sinks0", "int8_kivi/int4/sinks64"]
 CODINGS = ["int8", "int4/int8_hq", "int4_g32/int4_kivi", "int8_kivi/int4", "int4_kivi/int8_kivi", "int8_hq", "int4_hq"]
 """Each coding of each side once, for what is tried in many ways."""
+IN_BLOCKS = [name for name in FORMAT_NAMES if get_format(name).key.key_block]
 TOLERANCES = {name: _tolerance(name) for name in (*FORMAT_NAMES, *CODINGS)} | {
     "int8": Tolerance({"fp32": 2e-4, "fp16": 4e-4, "bf16": 2e-3}, 1e-3, (1.0e-2, 0.99995)),
     "int4": Tolerance(_FAST, 5e-2, (1.8e-1, 0.984)),
@@ -134,6 +135,12 @@ def filled(name: str, key: Tensor, value: Tensor, lengths: list[int] | None = No
         rows = key[b : b + 1, :, :length], value[b : b + 1, :, :length]
         append(cache.sequence(b), *rows, name, reference.append)
     return cache
+
+
+def in_full(name: str, side: str, token: int, length: int) -> bool:
+    """Whether a row of a sequence of so many tokens is kept as it came."""
+    format = get_format(name)
+    return token < format.sinks or (side == "key" and token >= format.frozen(length))
 
 
 def dequantized(cache: Cache, name: str, head_dim: int) -> list[tuple[Tensor, Tensor]]:

@@ -6,7 +6,18 @@ import math
 
 import pytest
 import torch
-from common import CODINGS, DTYPES, FORMAT_NAMES, Cache, append, assert_same_bits, empty, filled, same_bits
+from common import (
+    CODINGS,
+    DTYPES,
+    FORMAT_NAMES,
+    IN_BLOCKS,
+    Cache,
+    append,
+    assert_same_bits,
+    empty,
+    filled,
+    same_bits,
+)
 from torch import Tensor
 
 import kvq_ops
@@ -14,7 +25,6 @@ from kvq_ops import get_format, reference
 
 HEAD_DIMS = [8, 10, 16, 64, 80, 96, 100, 128, 256, 512, 1024]
 PAD = 1
-IN_BLOCKS = [name for name in FORMAT_NAMES if get_format(name).key.key_block]
 
 
 def guarded(part: Tensor) -> tuple[Tensor, Tensor]:
