@@ -23,10 +23,11 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyt
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; Ninja and pytest use the cores.
 .NOTPARALLEL:
-.PHONY: help build test test-slow check format sanitize demo bench clean
+.PHONY: help build test test-slow check format sanitize demo quality bench clean
 
 help:
-	@echo 'make demo        a language model decodes over int8 and int4 caches'
+	@echo 'make demo        a language model decodes over int8 and 4-bit caches'
+	@echo 'make quality     what every cache format costs the model: a table, build/quality.png'
 	@echo 'make test        the tests; test-slow: those that take minutes'
 	@echo 'make check       format, lint and types; format: mends the format'
 	@echo 'make sanitize    the kernels under ASan and UBSan'
@@ -61,6 +62,9 @@ sanitize: $(STAMPS)/build
 
 demo: $(LIBRARY) $(STAMPS)/demo
 	$(BIN)/python -m examples.demo $(ARGS)
+
+quality: $(LIBRARY) $(STAMPS)/test $(STAMPS)/demo
+	$(BIN)/python -m examples.quality $(or $(ARGS),--picture build/quality.png --json build/quality.json)
 
 bench: $(LIBRARY) $(STAMPS)/test $(STAMPS)/bench
 	$(BIN)/python -m benchmarks.attend_cpu $(or $(ARGS),--quick)
