@@ -95,6 +95,9 @@ class Cache(NamedTuple):
     def sequence(self, b: int) -> Cache:
         return self.each(lambda part: part[b : b + 1])
 
+    def tensors(self) -> list[Tensor]:
+        return [part for part in self if part is not None]
+
     def named(self) -> dict[str, Tensor]:
         """The parts that there are, lengths apart."""
         return {name: part for name, part in self._asdict().items() if part is not None and name != "lengths"}
@@ -204,8 +207,15 @@ def run_python(source: str, *arguments: str, **environment: str) -> subprocess.C
     )
 
 
-# The module QuantizedKVCache: three sequences of these lengths.
+KNOWN_FORMATS = "must be one of int4, int4_g32, int4_g64, int4_hq, int4_kivi, int8, int8_hq, int8_kivi, k8v4"
+KNOWN_FORMATS += " or <key>/<value> of them"
+"""What every refusal of a format's name says."""
+
+# The module QuantizedKVCache: three sequences of these lengths, and longer ones: behind a round of the ring, with a
+# block of 64 and one of 32 tokens just full, of sinks alone.
 RAGGED = [9, 4, 0]
+LONG = [197, 68, 3]
+LONG_TOKENS = 200
 
 
 def parts(cache: QuantizedKVCache) -> Cache:

@@ -8,11 +8,29 @@ import re
 
 import pytest
 import torch
-from common import DTYPES, FORMAT_NAMES, RAGGED, assert_same_bits, filled, in_use, parts, ragged, same_bits
+from common import (
+    DTYPES,
+    FORMAT_NAMES,
+    IN_BLOCKS,
+    KNOWN_FORMATS,
+    LONG,
+    LONG_TOKENS,
+    RAGGED,
+    TOLERANCES,
+    assert_same_bits,
+    attend,
+    attention,
+    filled,
+    in_use,
+    parts,
+    ragged,
+    relative_error,
+    same_bits,
+)
 from data import make
 from torch import Tensor, nn
 
-from kvq_ops import QuantizedKVCache, attend, get_format, reference
+from kvq_ops import QuantizedKVCache, get_format, reference
 from kvq_ops.cache import _moves
 
 # ------------------------------------------------------------------------------------------------------ constructor
@@ -27,6 +45,8 @@ from kvq_ops.cache import _moves
         ({"format": "int4"}, "int4"),
         ({"bits": 4, "format": "int8/int4"}, "int8/int4"),
         ({"format": get_format("int4/int8")}, "int4/int8"),
+        ({"format": "int4_hq"}, "int4_hq"),
+        ({"format": "int8_kivi/int4/sinks7"}, "int8_kivi/int4/sinks7"),
     ],
     ids=str,
 )
@@ -59,8 +79,8 @@ def test_format(arguments, name):
         ({"head_dim": 1026}, "head_dim must be even and from 8 to 1024, got 1026"),
         ({"bits": 2}, "bits must be 4 or 8, got 2"),
         ({"bits": "8"}, "bits must be 4 or 8, got '8'"),
-        ({"format": "int2"}, "format must be one of int4, int8 or <key>/<value> of them, got 'int2'"),
-        ({"format": 8}, "format must be one of int4, int8 or <key>/<value> of them, got 8"),
+        ({"format": "int2"}, f"format {KNOWN_FORMATS}, got 'int2'"),
+        ({"format": 8}, f"format {KNOWN_FORMATS}, got 8"),
         ({"dtype": torch.float64}, "dtype must be float32, bfloat16 or float16, got float64"),
         ({"dtype": "bf16"}, "dtype must be float32, bfloat16 or float16, got 'bf16'"),
     ],
@@ -92,12 +112,12 @@ def test_append_and_attend(name, dtype, mode):
         cache.append(key[:, :, 6], value[:, :, 6])
         assert cache.lengths.tolist() == [7, 7]
         want = filled(name, key, value)
-        assert_same_bits(in_use(cache), (*(part[b] for part in want[:4] for b in range(2)), want.lengths))
+        assert_same_bits(in_use(cache), in_use(want, name))
         out, lse = cache.attend(query, return_lse=True)
-        assert_same_bits((out, lse), attend(query, *want, name, return_lse=True))
+        assert_same_bits((out, lse), attend(query, want, name, return_lse=True))
         assert same_bits(cache.attend(query), out)
         assert same_bits(cache.attend(query[:, :, None]), out[:, :, None])
-        assert same_bits(cache.attend(query, scale=0.3), attend(query, *want, name, 0.3))
+        assert same_bits(cache.attend(query, scale=0.3), attend(query, want, name, 0.3))
 
 
 def test_ops_refuse_in_their_own_words():
@@ -130,13 +150,13 @@ def test_gradients_are_refused(return_lse):
     rows = torch.randn(3, 3, 10, requires_grad=True)
     cache.truncate(3)
     cache.append(rows, rows)
-    assert not any(part.requires_grad for part in parts(cache))
+    assert not any(part.requires_grad for part in cache.buffers())
 
 
 @pytest.mark.parametrize("op", ["attend", "attend_lse"])
 def test_gradients_are_refused_of_the_bare_op(op):
     query = torch.randn(3, 6, 10, requires_grad=True)
-    out = getattr(torch.ops.kvq, op)(query, *parts(ragged()), "int8")
+    out = getattr(torch.ops.kvq, op)(query, *parts(ragged()).needed, "int8")
     out = out[1] if op == "attend_lse" else out
     with pytest.raises(RuntimeError, match=f"^kvq::{op}: query must not need a gradient"):
         out.sum().backward()
@@ -231,24 +251,29 @@ def test_moves(count):
 )
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_reorder(name, index, dtype):
-    cache, old = ragged(name), ragged(name)
-    addresses = [part.data_ptr() for part in parts(cache)]
+    cache, old = (ragged(name, LONG, LONG_TOKENS) for _ in range(2))
+    addresses = [part.data_ptr() for part in cache.buffers()]
     cache.reorder(torch.tensor(index, dtype=dtype))
-    assert cache.lengths.tolist() == [RAGGED[b] for b in index]
+    assert cache.lengths.tolist() == [LONG[b] for b in index]
+    block, sinks = get_format(name).key.key_block, get_format(name).sinks
     for b, source in enumerate(index):
-        for part, before in zip(parts(cache)[:4], parts(old)[:4], strict=True):
-            held = RAGGED[source]
+        for part_name, part in parts(cache).named().items():
+            before, held = getattr(old, part_name), LONG[source]
+            if part_name.endswith("_full"):
+                held = part.shape[2] if source != b else 0
+            elif block and part_name in ("key_scales", "key_zeros"):
+                held = max(0, held - sinks) // block
             assert same_bits(part[b, :, :held], before[source, :, :held])
             assert same_bits(part[b, :, held:], before[b, :, held:])
-    assert [part.data_ptr() for part in parts(cache)] == addresses
+    assert [part.data_ptr() for part in cache.buffers()] == addresses
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_beams(name):
     """A beam search's appends and reorders give what a cache of each beam's own history gives."""
     torch.manual_seed(0)
-    steps, beams = 12, 4
-    cache = QuantizedKVCache(beams, 2, 64, steps, format=name)
+    steps, beams = 80 if name in IN_BLOCKS else 12, 4
+    cache = QuantizedKVCache(beams, 2, 64, steps, format=name, dtype=torch.float32)
     histories: list[list[Tensor]] = [[] for _ in range(beams)]
     for step in range(steps):
         rows = torch.randn(2, beams, 2, 64)
@@ -259,7 +284,7 @@ def test_beams(name):
             cache.reorder(index)
             histories = [histories[b] for b in index]
     key, value = torch.stack([torch.stack(history, 2) for history in histories], 1)
-    own = QuantizedKVCache(beams, 2, 64, steps, format=name)
+    own = QuantizedKVCache(beams, 2, 64, steps, format=name, dtype=torch.float32)
     own.append(key, value)
     assert_same_bits(parts(cache), parts(own))
     query = torch.randn(beams, 4, 64)
@@ -289,6 +314,18 @@ def test_reorder_refuses(index, said):
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_dequantize(name):
+    """What attend attends to: zeros past each length."""
+    cache, query = ragged(name, LONG, LONG_TOKENS), torch.randn(3, 6, 10)
+    sides = cache.dequantize()
+    for side in sides:
+        assert (side.dtype, side.shape) == (torch.float32, (3, 3, max(LONG), 10))
+        assert all(side[b, :, length:].abs().sum() == 0 for b, length in enumerate(LONG))
+    want = attention(query[:, :, None], *sides, LONG)[0][:, :, 0]
+    assert relative_error(cache.attend(query), want) <= TOLERANCES[name].attend["fp32"]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int8/int4"])
+def test_dequantize_rows(name):
     cache = ragged(name)
     for got, codes, scales, side in zip(
         cache.dequantize(), parts(cache)[0:4:2], parts(cache)[1:4:2], ("key", "value"), strict=True
@@ -338,7 +375,7 @@ def test_conversions_leave_the_parts(name, conversion):
     CONVERSIONS[conversion](model)
     assert_same_bits(parts(cache), parts(ragged(name)))
     assert {part: x.data_ptr() for part, x in cache.named_buffers()} == before
-    assert all(part.is_contiguous() for part in parts(cache))
+    assert all(part.is_contiguous() for part in cache.buffers())
     if conversion != "to-memory-format":
         assert model["projection"].weight.dtype != torch.float32
 
@@ -346,10 +383,10 @@ def test_conversions_leave_the_parts(name, conversion):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_to_device_moves(name):
     cache = ragged(name)
-    dtypes = [part.dtype for part in parts(cache)]
+    dtypes = [part.dtype for part in cache.buffers()]
     cache.to("meta", torch.float16)
-    assert {part.device.type for part in parts(cache)} == {"meta"}
-    assert [part.dtype for part in parts(cache)] == dtypes
+    assert {part.device.type for part in cache.buffers()} == {"meta"}
+    assert [part.dtype for part in cache.buffers()] == dtypes
     assert cache.attend(torch.empty(3, 3, 10, device="meta")).shape == (3, 3, 10)
     made_there = QuantizedKVCache(1, 1, 8, 4, device="meta")
     assert {part.device.type for part in made_there.buffers()} == {"meta"}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from common import FORMAT_NAMES, TOLERANCES, attention, filled, relative_error, same_bits
+from common import FORMAT_NAMES, TOLERANCES, append, attention, dequantized, filled, judge, relative_error, same_bits
 from data import KINDS, make
 
 from kvq_ops import get_format, reference
@@ -27,7 +27,7 @@ def test_published_errors(name):
     """On N(0, 1) at D = 256 against attention over the unquantised data."""
     query, key, value = make("normal", 1, 32, 8, 256, 2048)
     cache = filled(name, key, value)
-    got = reference.attend(query, *cache, name)[0]
+    got = judge(query, cache, name)[0]
     want = attention(query[:, :, None], key, value)[0][:, :, 0]
     error, cosine = TOLERANCES[name].published
     assert relative_error(got, want) == pytest.approx(error, rel=0.05)
@@ -38,17 +38,15 @@ def test_published_errors(name):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_attend_is_attention_over_dequantised_rows(name, kind):
     """Against a masked float64 computation that shares no code with it: ragged, T = 3 query tokens, grouped heads."""
-    query, key, value = make(kind, 3, 6, 2, 80, 50)
-    lengths = [50, 3, 17]
+    query, key, value = make(kind, 3, 6, 2, 80, 150)
+    lengths = [150, 3, 70]
     cache = filled(name, key, value, lengths)
     query = query[:, :, None] * torch.tensor([1.0, -0.5, 0.25])[:, None]
-    sides = get_format(name)
-    got, lse = reference.attend(query, *cache, name, scale=0.2)
-    dequantised = [
-        reference.dequantize(cache.key_codes, cache.key_scales, sides.key, 80).nan_to_num(0.0),
-        reference.dequantize(cache.value_codes, cache.value_scales, sides.value, 80).nan_to_num(0.0),
-    ]
-    want, want_lse = attention(query, *dequantised, lengths, scale=0.2)
+    got, lse = judge(query, cache, name, scale=0.2)
+    sides = torch.zeros(2, 3, 2, 150, 80)
+    for b, rows in enumerate(dequantized(cache, name, 80)):
+        sides[:, b, :, : lengths[b]] = torch.stack(rows)
+    want, want_lse = attention(query, *sides, lengths, scale=0.2)
     assert relative_error(got, want) < 1e-7
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
 
@@ -56,8 +54,8 @@ def test_attend_is_attention_over_dequantised_rows(name, kind):
 def test_default_scale_and_three_dimensions():
     query, key, value = make("normal", 1, 2, 2, 64, 9)
     cache = filled("int8", key, value)
-    out, lse = reference.attend(query, *cache, "int8")
-    four = reference.attend(query[:, :, None], *cache, "int8", scale=0.125)
+    out, lse = judge(query, cache, "int8")
+    four = judge(query[:, :, None], cache, "int8", scale=0.125)
     assert same_bits(out, four[0][:, :, 0])
     assert same_bits(lse, four[1][:, :, 0])
 
@@ -65,11 +63,11 @@ def test_default_scale_and_three_dimensions():
 def test_attend_of_nothing():
     query, key, value = make("normal", 2, 4, 2, 8, 5)
     cache = filled("int8", key, value, [0, 5])
-    out, lse = reference.attend(query[:, :, None].expand(2, 4, 3, 8), *cache, "int8")
+    out, lse = judge(query[:, :, None].expand(2, 4, 3, 8), cache, "int8")
     assert out[0].abs().max() == 0
     assert (lse[0] == -math.inf).all()
     assert out[1].isfinite().all()
-    assert reference.attend(query[:, :, None, :][:, :, :0], *cache, "int8")[0].shape == (2, 4, 0, 8)
+    assert judge(query[:, :, None, :][:, :, :0], cache, "int8")[0].shape == (2, 4, 0, 8)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -139,7 +137,7 @@ def test_append_advances_each_sequence():
     _, key, value = make("normal", 2, 1, 1, 10, 4)
     cache = filled("int4", key, value, [1, 3], max_tokens=6)
     before = cache.clone()
-    reference.append(*cache, key[:, :, :2], value[:, :, :2], "int4")
+    append(cache, key[:, :, :2], value[:, :, :2], "int4", reference.append)
     assert cache.lengths.tolist() == [3, 5]
     whole = filled("int4", key, value)
     for part, old, new in zip(cache[:4], before[:4], whole[:4], strict=True):

@@ -7,7 +7,17 @@ import re
 
 import pytest
 import torch
-from common import FORMAT_NAMES, RAGGED, assert_same_bits, in_use, parts, ragged, run_python, same_bits
+from common import (
+    FORMAT_NAMES,
+    LONG,
+    LONG_TOKENS,
+    assert_same_bits,
+    in_use,
+    parts,
+    ragged,
+    run_python,
+    same_bits,
+)
 from torch import Tensor
 
 from kvq_ops import QuantizedKVCache, get_format
@@ -18,29 +28,41 @@ def saved(cache: QuantizedKVCache, path):
     return torch.load(path, weights_only=True)
 
 
-@pytest.mark.parametrize("max_tokens", [9, 12, 50], ids="n{}".format)
+@pytest.mark.parametrize("max_tokens", [197, 200, 500], ids="n{}".format)
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_state(name, max_tokens, tmp_path):
     """Through a file, bit for bit, into a cache of another capacity too, in place."""
-    cache = ragged(name)
+    cache = ragged(name, LONG, LONG_TOKENS)
     state = saved(cache, tmp_path / "state.pt")
-    other = QuantizedKVCache(3, 3, 10, max_tokens, format=name)
+    other = QuantizedKVCache(3, 3, 10, max_tokens, format=name, dtype=torch.float32)
     other.append(torch.ones(3, 3, 2, 10), torch.ones(3, 3, 2, 10))
-    addresses = [part.data_ptr() for part in parts(other)]
+    addresses = [part.data_ptr() for part in other.buffers()]
     other.load_state(state)
     assert_same_bits(in_use(other), in_use(cache))
-    assert [part.data_ptr() for part in parts(other)] == addresses
+    assert [part.data_ptr() for part in other.buffers()] == addresses
     query = torch.randn(3, 6, 10)
     assert same_bits(other.attend(query), cache.attend(query))
+    rows = torch.randn(2, 3, 3, 2, 10)
+    for each in (cache, other):
+        each.truncate(190)
+        each.append(*rows)
+    assert_same_bits(in_use(other), in_use(cache))
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_state_holds_the_tokens_in_use_alone(name):
-    state = ragged(name, max_tokens=5000).save_state()
+    state = ragged(name, LONG, 5000).save_state()
     tensors = [x for x in state.values() if isinstance(x, Tensor)]
-    assert (
-        sum(x.untyped_storage().nbytes() for x in tensors) == sum(RAGGED) * get_format(name).bytes_per_token(3, 10) + 12
-    )
+    format = get_format(name)
+    block, nbytes = format.key.key_block, 4 * 3
+    for part in format.parts(1, 3, 10, 5000, "float32").values():
+        rows = {
+            "token": sum(LONG),
+            "slot": 3 * part.shape[2],
+            "block": sum(max(0, length - format.sinks) // block for length in LONG) if block else 0,
+        }
+        nbytes += part.nbytes // part.shape[2] * rows[part.rows]
+    assert sum(x.untyped_storage().nbytes() for x in tensors) == nbytes
     assert all(isinstance(x, (Tensor, int, str)) for x in state.values())
 
 
