@@ -129,7 +129,7 @@ def check(quality: Quality, bars: Bars) -> Iterator[tuple[str, bool]]:
     got, least, most = quality.agreement, bars.agreement, bars.divergence
     yield f"top-1 agreement at least {least}: {got.text('.4f')}", got.value >= least
     got = quality.divergence
-    yield f"mean KL at most {most}: {got.text('.5f')}", got.value <= most
+    yield f"mean KL at most {most}: {got.text('.6f')}", got.value <= most
 
 
 def verdicts(qualities: dict[str, Quality]) -> dict[str, list[tuple[str, bool]]]:

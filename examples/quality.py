@@ -73,7 +73,7 @@ def measure(model: Llama, text: Tensor, tokens: int, formats: Sequence[str], con
             quality = judge(plain, found)
         console.line(
             f"{name}: perplexity {quality.perplexity:.3f}, agreement {quality.agreement.text('.4f')},"
-            f" KL {quality.divergence.text('.5f')}, recall perplexity {quality.recall_perplexity:.3f}"
+            f" KL {quality.divergence.text('.6f')}, recall perplexity {quality.recall_perplexity:.3f}"
         )
         rows.append(
             Row(
@@ -102,7 +102,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{quality.perplexity:.3f}",
                 "" if plain else quality.perplexity_change.text("+.2%"),
                 "" if plain else quality.agreement.text(".4f"),
-                "" if plain else quality.divergence.text(".5f"),
+                "" if plain else quality.divergence.text(".6f"),
                 f"{quality.recall_perplexity:.3f}",
                 "" if plain else quality.recall_change.text("+.2%"),
             ]
@@ -120,18 +120,25 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     shown = [row for row in rows if row.cache != PLAIN]
+    all_bits = [row.bits_per_value for row in shown] or [0]
     for axis, title in zip(
         axes, ["mean KL(plain || format), nats", "tokens whose most likely next one changes"], strict=True
     ):
         for row in shown:
-            got, lost = row.quality.divergence, row.quality.agreement
+            got, lost, bits = row.quality.divergence, row.quality.agreement, row.bits_per_value
             value, error = (got.value, got.error) if axis is axes[0] else (1 - lost.value, lost.error)
-            bar = axis.errorbar(row.bits_per_value, value, yerr=error, marker="o", capsize=3)
+            points = axis.errorbar(bits, value, yerr=error, marker="o", capsize=3)
+            crowded = any(0 < other.bits_per_value - bits < 0.5 for other in shown)
             axis.annotate(
-                row.cache, (row.bits_per_value, value), (6, 4), textcoords="offset points", color=bar[0].get_color()
+                row.cache,
+                (bits, value),
+                (-7, 4) if crowded else (7, 4),
+                textcoords="offset points",
+                ha="right" if crowded else "left",
+                color=points[0].get_color(),
             )
         axis.set(yscale="log", xlabel="bits a value, all metadata included", title=title)
-        axis.margins(x=0.15)
+        axis.set_xlim(min(all_bits) - 1, max(all_bits) + 1)
         axis.grid(alpha=0.3, which="both")
     axes[1].yaxis.set_major_formatter(PercentFormatter(1))
     figure.suptitle("SmolLM2-135M-Instruct, head_dim 64; bars are standard errors", fontsize=10)
