@@ -158,14 +158,14 @@ class QuantizedKVCache(nn.Module):
         new_lengths = torch.tensor([lengths[source] for source in sources], dtype=torch.int32, device="cpu")
         moves = list(_moves(sources))
         for name in self._parts:
-            part, used = getattr(self, name), self._rows_in_use(name, lengths)
-            saved = part[0, :, :0]
+            part, used = self._by_sequence(name), self._rows_in_use(name, lengths)
+            saved = part[0][:0]
             for to, source in moves:
                 if to == _SAVED:
-                    saved = part[source, :, : used[source]].clone()
+                    saved = part[source][: used[source]].clone()
                     continue
-                rows = saved if source == _SAVED else part[source, :, : used[source]]
-                part[to, :, : rows.shape[1]] = rows
+                rows = saved if source == _SAVED else part[source][: used[source]]
+                part[to][: len(rows)] = rows
         self.lengths.copy_(new_lengths)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
@@ -196,8 +196,9 @@ class QuantizedKVCache(nn.Module):
         held = self.lengths.tolist()
         state = self._facts() | {"lengths": self.lengths.clone()}
         for name in self._parts:
-            part, used = getattr(self, name), self._rows_in_use(name, held)
-            state[name] = torch.cat([part[b, :, :rows] for b, rows in enumerate(used)], dim=1)
+            part, used = self._by_sequence(name), self._rows_in_use(name, held)
+            rows = torch.cat([part[b][:count] for b, count in enumerate(used)])
+            state[name] = rows.movedim(0, self._parts[name].axis - 1).contiguous()
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -205,14 +206,20 @@ class QuantizedKVCache(nn.Module):
         max_tokens may differ, as long as every sequence fits."""
         lengths = checks.state(state, self._facts(), self.format, self._parts, self.max_tokens)
         for name in self._parts:
-            part, used = getattr(self, name), self._rows_in_use(name, lengths)
-            for b, rows in enumerate(state[name].split(used, dim=1)):
-                part[b, :, : used[b]] = rows
+            part, used = self._by_sequence(name), self._rows_in_use(name, lengths)
+            given = state[name].movedim(self._parts[name].axis - 1, 0)
+            for b, rows in enumerate(given.split(used)):
+                part[b][: used[b]] = rows
         self.lengths.copy_(state["lengths"])
 
     def extra_repr(self) -> str:
         sizes = f"batch={self.batch}, heads_kv={self.heads_kv}, head_dim={self.head_dim}, max_tokens={self.max_tokens}"
         return f"{sizes}, format={self.format.name}, nbytes={self.nbytes}"
+
+    def _by_sequence(self, name: str) -> Tensor:
+        """A view of a part whose second dimension counts what ``Part.axis`` does."""
+        part: Tensor = getattr(self, name)
+        return part.movedim(self._parts[name].axis, 1)
 
     def _rows_in_use(self, name: str, lengths: list[int]) -> list[int]:
         return [self.format.rows_in_use(self._parts[name], length) for length in lengths]

@@ -307,7 +307,7 @@ def state(
             _refuse(method, "lengths", f"lie in 0..{max_tokens}, the capacity", f"{length} at {b}")
     for name, part in parts.items():
         rows = sum(format.rows_in_use(part, length) for length in lengths)
-        tensor, shape = given[name], (part.shape[1], rows, *part.shape[3:])
+        tensor, shape = given[name], (*part.shape[1 : part.axis], rows, *part.shape[part.axis + 1 :])
         if not isinstance(tensor, Tensor):
             _refuse(method, name, "be a tensor", type(tensor).__name__)
         if tensor.is_meta:

@@ -8,7 +8,8 @@ with any value side, written ``<key>/<value>`` (``int8/int4``), with ``/sinks<n>
 Codings, for tokens after the sinks:
 
 - ``row``: a row, one token of one head, has one fp32 scale, absmax / limit (kv-quant-attn, cpu-attn).
-- ``group``: a row in groups of 32 or 64 channels whose scales are 4-bit multiples of one power of two.
+- ``group``: a row in groups of 32 or 64 channels whose scales are 4-bit multiples of one power of two. Token is the
+  last dimension of these scales, so that a vector load yields those of neighbouring tokens.
 - ``channel``: a block of tokens freezes when it is full, each channel of it with an offset and a scale (KIVI, tract).
 - ``token``: a row has one fp32 offset and one fp32 scale (KIVI, tract).
 
@@ -77,12 +78,13 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a cache: its shape, the name of its torch dtype, and what its third dimension counts: ``token``,
+    """One tensor of a cache: its shape, the name of its torch dtype, and what dimension ``axis`` counts: ``token``,
     ``block`` (of tokens that freeze together) or ``slot`` (rows in full precision)."""
 
     shape: tuple[int, ...]
     dtype: str
     rows: str = "token"
+    axis: int = 2
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +172,8 @@ class SideFormat:
             found["scales"] = Part(blocks, self.key_scales_dtype, "block")
             found["zeros"] = Part(blocks, "float32", "block")
         elif coding == "group":
-            found["scales"] = Part((*rows, 1 + ceil(len(self.groups(head_dim)) / 2)), "uint8")
+            planes = 1 + ceil(len(self.groups(head_dim)) / 2)
+            found["scales"] = Part((batch, heads_kv, planes, max_tokens), "uint8", axis=3)
         else:
             found["scales"] = Part(rows, "float32")
             if coding == "token":
@@ -252,10 +255,10 @@ class CacheFormat:
         return self.sinks + (length - self.sinks) // block * block
 
     def rows_in_use(self, part: Part, length: int) -> int:
-        """How many rows of a part's third dimension a sequence of ``length`` tokens fills."""
+        """How much of dimension ``part.axis`` a sequence of ``length`` tokens fills."""
         if part.rows == "block":
             return max(0, length - self.sinks) // self.key.key_block
-        return length if part.rows == "token" else part.shape[2]
+        return length if part.rows == "token" else part.shape[part.axis]
 
     def bits_per_value(self, head_dim: int) -> float:
         """Of a coded token, everything that describes it included; sinks and rows in full precision apart."""
@@ -264,7 +267,7 @@ class CacheFormat:
     def _token_bytes(self, head_dim: int) -> float:
         per = {"token": 1, "block": max(1, self.key.key_block)}
         parts = self.parts(1, 1, head_dim, self.sinks + max(1, self.key.key_block))
-        return sum(part.nbytes / part.shape[2] / per[part.rows] for part in parts.values() if part.rows in per)
+        return sum(part.nbytes / part.shape[part.axis] / per[part.rows] for part in parts.values() if part.rows in per)
 
     def bytes_per_token(self, heads_kv: int, head_dim: int) -> int:
         """Bytes that one more token costs in the long run: one sequence, one layer, keys and values with all that

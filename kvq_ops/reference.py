@@ -153,7 +153,7 @@ def rotate(x: Tensor) -> Tensor:
 
 def quantize_groups(x: Tensor, side: SideFormat, rotated: bool) -> tuple[Tensor, Tensor]:
     """Coding ``group``: rows x [..., D] to codes, int8 [..., D] or uint8 [..., D / 2], and scales, uint8
-    [..., 1 + groups / 2].
+    [..., 1 + groups / 2] (in a cache the last two dimensions of the scales change places).
 
     The first byte of the scales, E, says the row's unit, ``2^(E - 127)``; 0 a zero row, 255 one that is not finite.
     Then comes a nibble for each group, low nibbles first: its mantissa m - 1. A code c stands for
@@ -281,11 +281,13 @@ def append(
             if coding == "row":
                 new: tuple[Tensor, ...] = quantize(rows, side)
             elif coding == "group":
-                new = quantize_groups(rows, side, side.rotated(name))
+                codes, scales = quantize_groups(rows, side, side.rotated(name))
+                new = codes, scales.transpose(1, 2)
             else:
                 new = quantize_affine(rows, side, -1)
             for suffix, part in zip(("codes", "scales", "zeros"), new, strict=False):
-                parts[f"{name}_{suffix}"][:, start + kept : start + kept + rows.shape[1]] = part
+                axis = 2 if coding == "group" and suffix == "scales" else 1
+                parts[f"{name}_{suffix}"].narrow(axis, start + kept, rows.shape[1]).copy_(part)
     lengths += key.shape[2]
 
 
@@ -306,7 +308,8 @@ def dequantize_cache(
             zeros = parts["key_zeros"][:, :blocks]
             rows = dequantize_affine(codes, scales[:, :blocks], zeros, side, head_dim, 2).flatten(1, 2)
         elif coding == "group":
-            rows = dequantize_groups(codes, scales[:, sinks:end], side, head_dim, side.rotated(name))
+            scales = scales[:, :, sinks:end].transpose(1, 2)
+            rows = dequantize_groups(codes, scales, side, head_dim, side.rotated(name))
         elif coding == "token":
             zeros = parts[f"{name}_zeros"][:, sinks:end]
             rows = dequantize_affine(codes, scales[:, sinks:end], zeros, side, head_dim, -1)

@@ -69,6 +69,7 @@ void check_cache(const Checker& check, const CacheViews& cache, const FormatArgu
                  const View& like, int64_t heads_kv) {
   const int64_t batch = like.sizes[0], head_dim = like.sizes[like.dim - 1], tokens = cache.max_tokens();
   const auto rows = [&](ScalarType dtype, int64_t last) { return Expected{dtype, 4, {batch, heads_kv, tokens, last}}; };
+  const auto planes = [&](int64_t count) { return Expected{ScalarType::Byte, 4, {batch, heads_kv, count, tokens}}; };
   const Expected row_floats{ScalarType::Float, 3, {batch, heads_kv, tokens, 0}};
   const auto blocks = [&](ScalarType dtype) {
     const int64_t whole = tokens > format.sinks ? (tokens - format.sinks) / format.key.key_block : 0;
@@ -78,7 +79,7 @@ void check_cache(const Checker& check, const CacheViews& cache, const FormatArgu
     check_part(check, codes, rows(codes_dtype(coded), coded.row_bytes(head_dim)), like);
     check_part(check, scales,
                coded.coding == Coding::kChannel ? blocks(coded.narrow_scales ? ScalarType::BFloat16 : ScalarType::Float)
-               : coded.coding == Coding::kGroup ? rows(ScalarType::Byte, coded.group_bytes(head_dim))
+               : coded.coding == Coding::kGroup ? planes(coded.group_bytes(head_dim))
                                                 : row_floats,
                like);
   };

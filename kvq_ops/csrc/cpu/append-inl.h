@@ -163,14 +163,17 @@ void append_side(const MutableSide& side, const SideFormat& format, const Rows& 
     prefetch(reinterpret_cast<const void*>(ahead + static_cast<uintptr_t>(i)));
   }
   load_row(row, rows.dtype, rows.stride_dim, head_dim, x);
-  uint8_t* scale = side.scales.row(b, h, token);
   if (format.coding == Coding::kGroup) {
-    group_row(x, head_dim, format, scale, code);
-  } else if (format.coding == Coding::kToken) {
-    float* zero = reinterpret_cast<float*>(side.zeros.row(b, h, token));
-    token_row(x, head_dim, format, reinterpret_cast<float*>(scale), zero, code);
+    uint8_t bytes[1 + kMaxGroups / 2];
+    group_row(x, head_dim, format, bytes, code);
+    for (int64_t i = 0; i < format.group_bytes(head_dim); ++i) side.scales.row(b, h, i)[token] = bytes[i];
   } else {
-    *reinterpret_cast<float*>(scale) = quantize_row(x, head_dim, format.limit(), code);
+    float* scale = reinterpret_cast<float*>(side.scales.row(b, h, token));
+    if (format.coding == Coding::kToken) {
+      token_row(x, head_dim, format, scale, reinterpret_cast<float*>(side.zeros.row(b, h, token)), code);
+    } else {
+      *scale = quantize_row(x, head_dim, format.limit(), code);
+    }
   }
   pack_row(code, head_dim, format.bits, side.codes.row(b, h, token));
 }

@@ -57,62 +57,83 @@ struct ChannelScales {
   }
 };
 
-// A query row with a block's scales in it, as codes: logit = returned scale * (codes . key codes) + *base.
-inline float scale_query(const float* query, const ChannelScales& keys, const LanePlan& plan, int limit, int16_t* codes,
-                         float* base) {
-  alignas(64) float x[kMaxHeadDim];
+// Query rows with a block's scales in them, as codes: logit = unit[r] * (codes . key codes) + base[r].
+template <int ROWS>
+KVQ_NOINLINE void scale_queries(const float* query, const ChannelScales& keys, const LanePlan& plan, int limit,
+                                int16_t* codes, float* unit, float* base) {
   const int64_t width = float_width(plan.head_dim);
-  F32 offset = set_f32(0.0f);
-  I32 most = zero_i32();
-  for (int64_t i = 0; i < width; i += kFloats) {
-    const F32 q = load_f32(query + i), y = mul(q, load_f32(keys.scale + i));
-    offset = fma(q, load_f32(keys.zero + i), offset);
-    most = max_i32(most, abs_bits(y));
-    store_f32(x + i, y);
+  F32 offset[ROWS], inverse[ROWS];
+  I32 most[ROWS];
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    offset[r] = set_f32(0.0f);
+    most[r] = zero_i32();
   }
-  *base = reduce_add(offset);
-  const int32_t bits = reduce_max_i32(most);
-  const bool finite = bits < 0x7f800000;
-  const float largest = float_of(static_cast<uint32_t>(bits));
-  // Below, a reciprocal would overflow: such a query sees no keys but their offsets.
-  const F32 inverse = set_f32(finite && largest > 1e-30f ? static_cast<float>(limit) / largest : 0.0f);
+  for (int64_t i = 0; i < width; i += kFloats) {
+    const F32 scale = load_f32(keys.scale + i), zero = load_f32(keys.zero + i);
+    KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+      const F32 q = load_f32(query + r * width + i);
+      offset[r] = fma(q, zero, offset[r]);
+      most[r] = max_i32(most[r], abs_bits(mul(q, scale)));
+    }
+  }
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    base[r] = reduce_add(offset[r]);
+    const int32_t bits = reduce_max_i32(most[r]);
+    const bool finite = bits < 0x7f800000;
+    const float largest = float_of(static_cast<uint32_t>(bits));
+    // Below, a reciprocal would overflow: such a query sees no keys but their offsets.
+    inverse[r] = set_f32(finite && largest > 1e-30f ? static_cast<float>(limit) / largest : 0.0f);
+    unit[r] = finite ? largest / static_cast<float>(limit) : float_of(0x7fc00000u);
+  }
   if (plan.runs) {
     for (int64_t i = 0; i < plan.width; i += kLanes) {
-      const float* from = x + plan.channel[i];
-      store_i16(codes + i, to_i32(round_even(mul(load_f32(from), inverse))),
-                to_i32(round_even(mul(load_f32(from + kFloats), inverse))));
+      const int64_t c = plan.channel[i];
+      const F32 low = load_f32(keys.scale + c), high = load_f32(keys.scale + c + kFloats);
+      KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+        const float* q = query + r * width + c;
+        store_i16(codes + r * plan.width + i, to_i32(mul(mul(load_f32(q), low), inverse[r])),
+                  to_i32(mul(mul(load_f32(q + kFloats), high), inverse[r])));
+      }
     }
   } else {
     alignas(64) int32_t code[kMaxHeadDim];
-    for (int64_t i = 0; i < width; i += kFloats) {
-      store_i32(code + i, to_i32(round_even(mul(load_f32(x + i), inverse))));
-    }
-    for (int64_t i = 0; i < plan.width; ++i) {
-      codes[i] = plan.channel[i] < 0 ? int16_t{0} : static_cast<int16_t>(code[plan.channel[i]]);
+    for (int r = 0; r < ROWS; ++r) {
+      for (int64_t i = 0; i < width; i += kFloats) {
+        const F32 x = mul(load_f32(query + r * width + i), load_f32(keys.scale + i));
+        store_i32(code + i, to_i32(mul(x, inverse[r])));
+      }
+      for (int64_t i = 0; i < plan.width; ++i) {
+        codes[r * plan.width + i] = plan.channel[i] < 0 ? int16_t{0} : static_cast<int16_t>(code[plan.channel[i]]);
+      }
     }
   }
-  arrange_query(codes, plan.width);
-  return finite ? largest / static_cast<float>(limit) : float_of(0x7fc00000u);
+  for (int r = 0; r < ROWS; ++r) arrange_query(codes + r * plan.width, plan.width);
 }
 
-// Unit and mantissas of coding kGroup for a block of tokens: scale[j] is the token's unit (0 past the last), and
-// mantissa[g * kBlockTokens + j] the multiple of it in group g.
+// Unit and mantissas of coding kGroup for a block of tokens: scale[j] is the token's unit (infinite for a row that is
+// not finite, 0 past the last), mantissa[g * kBlockTokens + j] the multiple of it in group g.
 inline void load_groups(const PartT<const uint8_t>& part, const SideFormat& format, int64_t head_dim, int64_t b,
                         int64_t h, int64_t token, int64_t tokens, float* scale, int16_t* mantissa) {
-  const int64_t groups = format.groups(head_dim);
-  const uint8_t* row = part.row(b, h, token);
-  for (int64_t j = 0; j < tokens; ++j, row += part.stride_row) {
-    scale[j] = row[0] == 255 ? float_of(0x7fc00000u) : float_of(static_cast<uint32_t>(row[0]) << 23);
-    int16_t* to = mantissa + j;
-    for (int64_t g = 0; g < groups; g += 2, to += 2 * kBlockTokens) {
-      const int pair = row[1 + g / 2];
-      to[0] = static_cast<int16_t>((pair & 15) + 1);
-      to[kBlockTokens] = static_cast<int16_t>((pair >> 4) + 1);
-    }
+  uint8_t padded[kBlockTokens];
+  const auto plane = [&](int64_t i) {
+    const uint8_t* from = part.row(b, h, i) + token;
+    if (tokens == kBlockTokens) return from;
+    std::memset(padded, 0, sizeof padded);
+    std::memcpy(padded, from, static_cast<size_t>(tokens));
+    return static_cast<const uint8_t*>(padded);
+  };
+  const uint8_t* exponent = plane(0);
+  for (int64_t j = 0; j < kBlockTokens; ++j) {
+    const uint32_t bits = static_cast<uint32_t>(exponent[j]) << 23;
+    std::memcpy(scale + j, &bits, sizeof bits);
   }
-  for (int64_t j = tokens; j < kBlockTokens; ++j) {
-    scale[j] = 0.0f;
-    for (int64_t g = 0; g < groups + groups % 2; ++g) mantissa[g * kBlockTokens + j] = 0;
+  const int64_t pairs = format.group_bytes(head_dim) - 1;
+  for (int64_t i = 0; i < pairs; ++i, mantissa += 2 * kBlockTokens) {
+    const uint8_t* pair = plane(1 + i);
+    for (int64_t j = 0; j < kBlockTokens; ++j) {
+      mantissa[j] = static_cast<int16_t>((pair[j] & 15) + 1);
+      mantissa[kBlockTokens + j] = static_cast<int16_t>((pair[j] >> 4) + 1);
+    }
   }
 }
 
@@ -204,10 +225,7 @@ struct Attend {
     const int64_t key_block = p.format.key.key_block;
     for (int64_t i = 0; i * key_block < block->coded; ++i) {
       float unit[ROWS], base[ROWS];
-      for (int64_t r = 0; r < ROWS; ++r) {
-        unit[r] = scale_query(query + r * query_width, block->channels[i], key_plan, query_limit,
-                              codes + r * key_plan.width, base + r);
-      }
+      scale_queries<ROWS>(query, block->channels[i], key_plan, query_limit, codes, unit, base);
       Block keys = block->keys;
       keys.first += i * key_block * keys.stride;
       keys.tokens = key_block;
@@ -256,10 +274,17 @@ struct Attend {
       row_logits<ROWS>(block, at, logits);
     }
     const SideFormat& format = p.format.value;
-    const bool token_zeros = format.coding == Coding::kToken;
+    const int weight_bits = format.coding == Coding::kGroup && format.bits == 8 ? 13 : 14;  // sums fit int32
     for (int64_t r = 0; r < ROWS; ++r) {
-      softmax_row(logits + r * kBlockTokens, block->value_scale, token_zeros ? block->value_zero : nullptr, seen[r],
-                  format.coding == Coding::kGroup && format.bits == 8 ? 13 : 14, unit.partial + row + r, &weights, r);
+      alignas(64) float visible_zeros[kBlockTokens];
+      const float* zeros = format.coding == Coding::kToken ? block->value_zero : nullptr;
+      if (zeros && seen[r] < block->values.tokens) {  // 0 times the NaN of a token not seen
+        std::memset(visible_zeros, 0, sizeof visible_zeros);
+        std::memcpy(visible_zeros, zeros, static_cast<size_t>(seen[r]) * sizeof(float));
+        zeros = visible_zeros;
+      }
+      softmax_row(logits + r * kBlockTokens, block->value_scale, zeros, seen[r], weight_bits, unit.partial + row + r,
+                  &weights, r);
     }
     if (format.coding == Coding::kGroup) {
       group_bias(block->value_mantissa, format.groups(p.head_dim), format.bits == 8 ? 0.5f : -7.5f, ROWS, &weights);
@@ -362,6 +387,28 @@ struct Attend {
     for (int64_t j = 0; j < kBlockTokens; ++j) block->value_zero[j] += 128.0f * block->value_scale[j];
   }
 
+  // What scales the next block, which no stream of codes brings along. The address may lie past the cache.
+  void fetch(const PartT<const uint8_t>& part, int64_t row, int64_t offset, int64_t bytes) const {
+    const uintptr_t data = reinterpret_cast<uintptr_t>(part.data);
+    const int64_t at = unit.b * part.stride_batch + unit.h * part.stride_head + row * part.stride_row + offset;
+    for (int64_t i = 0; i < bytes && i < 4096; i += 64) {
+      prefetch(reinterpret_cast<const void*>(data + static_cast<uintptr_t>(at + i)));
+    }
+  }
+
+  void fetch_scales(int64_t token) const {
+    const SideFormat &key = p.format.key, &value = p.format.value;
+    if (key.coding == Coding::kChannel) {
+      const int64_t block = (token - p.format.sinks) / key.key_block, count = kBlockTokens / key.key_block;
+      const int64_t bytes = p.head_dim * (key.narrow_scales ? 2 : 4);
+      fetch(p.key.scales, block, 0, (count - 1) * p.key.scales.stride_row + bytes);
+      fetch(p.key.zeros, block, 0, (count - 1) * p.key.zeros.stride_row + p.head_dim * 4);
+    }
+    if (value.coding == Coding::kGroup) {
+      for (int64_t i = 0; i < value.group_bytes(p.head_dim); ++i) fetch(p.value.scales, i, token, kBlockTokens);
+    }
+  }
+
   void run() const {
     alignas(64) uint8_t padded_keys[kBlockTokens * kLanes], padded_values[kBlockTokens * kLanes];
     const int64_t key_bytes = p.format.key.row_bytes(p.head_dim), value_bytes = p.format.value.row_bytes(p.head_dim);
@@ -379,6 +426,7 @@ struct Attend {
       Tokens block(keys, values, token);
       block.coded = frozen - token < 0 ? 0 : frozen - token < count ? frozen - token : count;
       load_scales(&block);
+      fetch_scales(token + kBlockTokens);
       tiles(&block);
     }
   }

@@ -33,8 +33,8 @@ inline float exp_nonpositive(float x) {
   return lanes[0];
 }
 
-// Logits x of one row over a block to weight codes; `seen` of the tokens are visible to the row. The largest code lies
-// in 2^weight_bits .. 2^(weight_bits + 1). x is spoiled.
+// Logits x of one row over a block to weight codes; `seen` of the tokens are visible to the row, and value_zero, where
+// the coding has it, is 0 for the others. The largest code lies in 2^weight_bits .. 2^(weight_bits + 1). x is spoiled.
 inline void softmax_row(float* x, const float* value_scale, const float* value_zero, int64_t seen, int weight_bits,
                         Partial* partial, Weights* weights, int64_t r) {
   for (int64_t j = seen; j < kBlockTokens; ++j) x[j] = -kInfinity;
@@ -53,10 +53,13 @@ inline void softmax_row(float* x, const float* value_scale, const float* value_z
   }
   float bias = 0.0f;
   if (value_zero) {
-    for (int64_t j = 0; j < seen; ++j) bias += x[j] * value_zero[j];
+    F32 zeros = set_f32(0.0f);
     for (int64_t j = 0; j < kBlockTokens; j += kFloats) {
-      store_f32(x + j, mul(load_f32(x + j), load_f32(value_scale + j)));
+      const F32 e = load_f32(x + j);
+      zeros = fma(e, load_f32(value_zero + j), zeros);
+      store_f32(x + j, mul(e, load_f32(value_scale + j)));
     }
+    bias = reduce_add(zeros);
   }
   for (int64_t j = seen; j < kBlockTokens; ++j) x[j] = 0.0f;  // 0 times the NaN scale of a token not seen
   partial->max = new_max;
