@@ -110,8 +110,8 @@ KVQ_NOINLINE void scale_queries(const float* query, const ChannelScales& keys, c
   for (int r = 0; r < ROWS; ++r) arrange_query(codes + r * plan.width, plan.width);
 }
 
-// Unit and mantissas of coding kGroup for a block of tokens: scale[j] is the token's unit (infinite for a row that is
-// not finite, 0 past the last), mantissa[g * kBlockTokens + j] the multiple of it in group g.
+// Unit and mantissas of coding kGroup for a block of tokens: scale[j] is the token's unit (NaN for a row that is not
+// finite, 0 past the last), mantissa[g * kBlockTokens + j] the multiple of it in group g.
 inline void load_groups(const PartT<const uint8_t>& part, const SideFormat& format, int64_t head_dim, int64_t b,
                         int64_t h, int64_t token, int64_t tokens, float* scale, int16_t* mantissa) {
   uint8_t padded[kBlockTokens];
@@ -124,7 +124,7 @@ inline void load_groups(const PartT<const uint8_t>& part, const SideFormat& form
   };
   const uint8_t* exponent = plane(0);
   for (int64_t j = 0; j < kBlockTokens; ++j) {
-    const uint32_t bits = static_cast<uint32_t>(exponent[j]) << 23;
+    const uint32_t bits = exponent[j] == 255 ? 0x7fc00000u : static_cast<uint32_t>(exponent[j]) << 23;
     std::memcpy(scale + j, &bits, sizeof bits);
   }
   const int64_t pairs = format.group_bytes(head_dim) - 1;
