@@ -5,18 +5,22 @@
 
 from kvq_ops.cache import QuantizedKVCache
 from kvq_ops.format import FORMATS, CacheFormat, SideFormat, get_format
+from kvq_ops.integrations.rewrite import AttentionReport, RewriteReport, quantize_kv_storage
 from kvq_ops.native import library_path
 from kvq_ops.ops import append, attend, cpu_isa
 
 __all__ = [
     "FORMATS",
+    "AttentionReport",
     "CacheFormat",
     "QuantizedKVCache",
+    "RewriteReport",
     "SideFormat",
     "append",
     "attend",
     "cpu_isa",
     "get_format",
     "library_path",
+    "quantize_kv_storage",
 ]
 __version__ = "0.1.0"

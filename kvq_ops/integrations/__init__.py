@@ -1,0 +1,1 @@
+"""kvq_ops in programs that others wrote: `rewrite` swaps the caches of exported ones."""
