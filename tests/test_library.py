@@ -18,14 +18,17 @@ from kvq_ops.native import LIBRARY, MIN_TORCH, file_problem, library_path, torch
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "FORMATS",
+    "AttentionReport",
     "CacheFormat",
     "QuantizedKVCache",
+    "RewriteReport",
     "SideFormat",
     "append",
     "attend",
     "cpu_isa",
     "get_format",
     "library_path",
+    "quantize_kv_storage",
 ]
 
 
