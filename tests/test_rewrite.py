@@ -86,12 +86,18 @@ def test_equals_the_quantized_cache(spelling, made, batch):
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_every_format(name):
-    program = written_inline(IndexCopy)
+    """Over all rows, so that blocks of tokens freeze; and once more from the start."""
+    program = written_inline(NarrowCopy)
     rewritten, report = quantize_kv_storage(program, get_format(name))
-    got = run(rewritten.module())
+    module = rewritten.module()
+    got = run(module, number=MAX_TOKENS)
     assert report.format == name
-    assert torch.equal(got, run(quantized(IndexCopy, name)))
-    assert relative(got, run(program.module())) < ERROR["int4" if "int4" in name else "int8"]
+    assert torch.equal(got, run(quantized(NarrowCopy, name), number=MAX_TOKENS))
+    assert relative(got, run(program.module(), number=MAX_TOKENS)) < ERROR["int4" if "4" in name else "int8"]
+    assert torch.equal(run(module, number=12), got[:12])
+    held = rewritten.state_dict | rewritten.constants
+    parts = [held[part] for attention in report.attentions for part in attention.parts]
+    assert sum(part.nbytes for part in parts) == report.bytes_after
 
 
 def test_the_program_passed_in_stays_as_it_was():
@@ -148,20 +154,20 @@ def test_lengths_are_no_buffer():
     assert torch.equal(module(tokens, positions), first[7])  # and means at any position what the plain one means
 
 
-@pytest.mark.parametrize("made", [written_inline, functional])
-def test_what_plain_caches_hold_is_carried_over(made):
-    program = made(IndexPut)
+@pytest.mark.parametrize("name", ["int8", "int8_kivi"])
+def test_what_plain_caches_hold_is_carried_over(name):
+    program, held = written_inline(IndexPut), 37
     plain = program.module()
-    expected = run(plain)
-    for name in (name for name, _ in plain.named_buffers() if name.endswith((".key", ".value"))):
-        plain.get_buffer(name)[:, :, 10:] = 0
-    rewritten, _ = quantize_kv_storage(program)
+    expected = run(plain, number=MAX_TOKENS)
+    for buffer in (buffer for name, buffer in plain.named_buffers() if name.endswith((".key", ".value"))):
+        buffer[:, :, held:] = 0
+    rewritten, _ = quantize_kv_storage(program, name)
     codes = rewritten.state_dict["layers.0.self_attn.cache.kvq_key_codes"]
-    assert codes[:, :, :10].any(-1).all()
-    assert not codes[:, :, 10:].any()
+    assert codes[:, :, 4:36].any(-1).all()
+    assert not codes[:, :, held:].any()
     module = rewritten.module()
-    got = torch.stack([module(*step) for step in steps()[10:]])
-    assert relative(got, expected[10:]) < ERROR["int8"]
+    got = torch.stack([module(*step) for step in steps(number=MAX_TOKENS)[held:]])
+    assert relative(got, expected[held:]) < ERROR["int8"]
 
 
 def test_beyond_the_capacity_is_refused():

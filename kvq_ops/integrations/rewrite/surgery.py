@@ -37,9 +37,8 @@ _TOLD = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
 def format_parts(format: CacheFormat, sizes: tuple[int, ...], dtype: torch.dtype) -> dict[str, Part]:
     """The parts of one layer's cache: ``sizes`` are batch, heads_kv, max_tokens and head_dim, ``dtype`` the plain
     cache's, for parts in full precision."""
-    del dtype  # no format has such parts
     batch, heads_kv, max_tokens, head_dim = sizes
-    return format.parts(batch, heads_kv, head_dim, max_tokens)
+    return format.parts(batch, heads_kv, head_dim, max_tokens, str(dtype).removeprefix("torch."))
 
 
 class Surgeon:
