@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from common import KNOWN_FORMATS as FORMATS
 from common import Cache, assert_same_bits, empty
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 ATTENDS = ("kvq::attend", "kvq::attend_lse")
 PARTS = Cache._fields
-FORMATS = "must be one of int4, int8 or <key>/<value> of them"
+OPTIONAL = PARTS[5:]
 QUERY_SHAPE = "query must have shape [batch, heads_q, head_dim] or [batch, heads_q, tokens, head_dim]"
 CODES_LAYOUT = "key_codes must have 4 dimensions [batch, heads_kv, max_tokens, row bytes]"
 
 
-def arguments(op: str) -> dict[str, Any]:
-    """Good ones: B = 2, Hkv = 3, N = 6, D = 8, and T = 2 rows or Hq = 6 heads."""
-    cache = empty("int8", 2, 3, 8, 6)
+def arguments(op: str, name: str = "int8") -> dict[str, Any]:
+    """Good ones: B = 2, Hkv = 3, N = 6 or 140, D = 8, and T = 2 rows or Hq = 6 heads."""
+    cache = empty(name, 2, 3, 8, 6 if name == "int8" else 140)
     cache.lengths.fill_(2)
-    given: dict[str, Any] = dict(zip(PARTS, cache, strict=True)) | {"format": "int8"}
+    given: dict[str, Any] = dict(zip(PARTS, cache, strict=True)) | {"format": name}
     if op == "kvq::append":
         return given | {"key": torch.zeros(2, 3, 2, 8), "value": torch.zeros(2, 3, 2, 8)}
     return given | {"query": torch.zeros(2, 6, 8)}
@@ -42,7 +43,10 @@ Case = tuple[dict[str, Any], str]
 FORMAT_CASES: dict[str, Case] = {
     "format": ({"format": "int2"}, f"format {FORMATS}, got 'int2'"),
     "format-empty": ({"format": ""}, f"format {FORMATS}, got ''"),
-    "format-three-sides": ({"format": "int8/int8/int8"}, f"format {FORMATS}, got 'int8/int8/int8'"),
+    **{
+        f"format-{name}": ({"format": name}, f"format {FORMATS}, got '{name}'")
+        for name in ["int8/int8/int8", "k8v4/int8", "int8/k8v4", "sinks4", "int8/sinks65", "int8/sinks04", "int8/sinks"]
+    },
 }
 
 PART_CASES: dict[str, Case] = {
@@ -101,11 +105,11 @@ PART_CASES: dict[str, Case] = {
     ),
     **{
         f"{part}-device": ({part: lambda a, part=part: a[part].to("meta")}, f"{part} must be on cpu, got meta")
-        for part in PARTS
+        for part in PARTS[:5]
     },
     **{
         f"{part}-given": ({part: lambda a: a["lengths"]}, f"{part} must be None for format int8, got a tensor")
-        for part in ("key_zeros", "value_zeros", "key_full", "value_full")
+        for part in OPTIONAL
     },
     "format-as-given": (
         {"format": "int8/int8", "key_full": lambda a: a["lengths"]},
@@ -205,18 +209,140 @@ APPEND_CASES: dict[str, Case] = {
     ),
 }
 
+# The cases below change good arguments of the format at the head of their names. int8_kivi has every part.
+MORE_PART_CASES: dict[str, Case] = {
+    **{
+        f"int8_kivi {part}-none": ({part: None}, f"{part} must be a tensor for format int8_kivi, got None")
+        for part in OPTIONAL
+    },
+    **{
+        f"int8_kivi {part}-device": (
+            {part: lambda a, part=part: a[part].to("meta")},
+            f"{part} must be on cpu, got meta",
+        )
+        for part in OPTIONAL
+    },
+    **{
+        f"int8_kivi {part}-stride": (
+            {part: lambda a, part=part: strided(a[part])},
+            f"{part} must be contiguous in its last dimension, got stride 2",
+        )
+        for part in ("key_scales", "key_zeros", "key_full", "value_full")
+    },
+    **{
+        f"int8_kivi {part}-shape": (
+            {part: lambda a, part=part: a[part][:, :, :-1]},
+            f"{part} must have shape {shape}, got {other}",
+        )
+        for part, shape, other in [
+            ("key_scales", "[2, 3, 4, 8]", "[2, 3, 3, 8]"),
+            ("key_zeros", "[2, 3, 4, 8]", "[2, 3, 3, 8]"),
+            ("value_zeros", "[2, 3, 140]", "[2, 3, 139]"),
+            ("key_full", "[2, 3, 68, 8]", "[2, 3, 67, 8]"),
+            ("value_full", "[2, 3, 4, 8]", "[2, 3, 3, 8]"),
+        ]
+    },
+    **{
+        f"int8_kivi {part}-dtype": (
+            {part: lambda a, part=part: a[part].half()},
+            f"{part} must be float32, got float16",
+        )
+        for part in ("key_scales", "key_zeros", "value_scales", "value_zeros")
+    },
+    "int4_hq value_zeros-given": (
+        {"value_zeros": lambda a: a["lengths"]},
+        "value_zeros must be None for format int4_hq, got a tensor",
+    ),
+    "int4_hq key_scales-dtype": (
+        {"key_scales": lambda a: a["key_scales"].float()},
+        "key_scales must be bfloat16, got float32",
+    ),
+    "int4_hq key_scales-shape": (
+        {"key_scales": lambda a: a["key_scales"][:, :, 0]},
+        "key_scales must have shape [2, 3, 2, 8], got [2, 3, 8]",
+    ),
+    "int4_hq key_full-shape": (
+        {"key_full": lambda a: a["key_full"][:, :, :68]},
+        "key_full must have shape [2, 3, 132, 8], got [2, 3, 68, 8]",
+    ),
+    "int4_hq value_scales-dtype": (
+        {"value_scales": lambda a: a["value_scales"].char()},
+        "value_scales must be uint8, got int8",
+    ),
+    "int4_g32 key_scales-shape": (
+        {"key_scales": lambda a: a["key_scales"][..., :1]},
+        "key_scales must have shape [2, 3, 140, 2], got [2, 3, 140, 1]",
+    ),
+    "int8/int4/sinks3 key_full-none": (
+        {"key_full": None},
+        "key_full must be a tensor for format int8/int4/sinks3, got None",
+    ),
+    "int8/int4/sinks3 value_full-shape": (
+        {"value_full": lambda a: resized(a["value_full"], 2, 3, 4, 8)},
+        "value_full must have shape [2, 3, 3, 8], got [2, 3, 4, 8]",
+    ),
+    "int8_kivi first-of-two-parts": (
+        {"key_full": None, "value_zeros": lambda a: a["value_zeros"].half()},
+        "value_zeros must be float32, got float16",
+    ),
+    "int8_kivi lengths-before-zeros": (
+        {"key_zeros": None, "lengths": lambda a: a["lengths"].long()},
+        "lengths must be int32, got int64",
+    ),
+}
+MORE_ATTEND_CASES: dict[str, Case] = {
+    "int8_kivi key_full-dtype": (
+        {"key_full": lambda a: a["key_full"].to(torch.int8)},
+        "key_full must be float32, bfloat16 or float16, got int8",
+    ),
+    "int8_kivi value_full-dtype": (
+        {"value_full": lambda a: a["value_full"].double()},
+        "value_full must be float32, bfloat16 or float16, got float64",
+    ),
+    "int8_kivi value_full-like-key_full": (
+        {"value_full": lambda a: a["value_full"].half()},
+        "value_full must be float32 like key_full, got float16",
+    ),
+}
+MORE_APPEND_CASES: dict[str, Case] = {
+    "int8_kivi key-like-key_full": (
+        {"key": lambda a: a["key"].bfloat16(), "value": lambda a: a["value"].bfloat16()},
+        "key must be float32 like key_full, got bfloat16",
+    ),
+    "int8_kivi key-like-value_full": (
+        {"value_full": lambda a: a["value_full"].half()},
+        "key must be float16 like value_full, got float32",
+    ),
+    "int8_kivi key_full-dtype": (
+        {"key_full": lambda a: a["key_full"].to(torch.int8)},
+        "key must be int8 like key_full, got float32",
+    ),
+    **{
+        f"int8_kivi {part}-overlap": (
+            {part: lambda a, part=part: a[part][:, :1].expand(2, 3, *a[part].shape[2:])},
+            f"{part} must not overlap itself, got strides {strides}",
+        )
+        for part, strides in [
+            ("key_zeros", "[96, 0, 8, 1]"),
+            ("value_zeros", "[420, 0, 1]"),
+            ("key_full", "[1632, 0, 8, 1]"),
+            ("value_full", "[96, 0, 8, 1]"),
+        ]
+    },
+}
+
 TABLE = [
-    pytest.param(op, *case, id=f"{op.removeprefix('kvq::')}-{name}")
+    pytest.param(op, name.rpartition(" ")[0] or "int8", *case, id=f"{op.removeprefix('kvq::')}-{name}")
     for op, cases in [
-        ("kvq::append", FORMAT_CASES | APPEND_CASES | PART_CASES),
-        *((op, FORMAT_CASES | ATTEND_CASES | PART_CASES) for op in ATTENDS),
+        ("kvq::append", FORMAT_CASES | APPEND_CASES | PART_CASES | MORE_PART_CASES | MORE_APPEND_CASES),
+        *((op, FORMAT_CASES | ATTEND_CASES | PART_CASES | MORE_PART_CASES | MORE_ATTEND_CASES) for op in ATTENDS),
     ]
     for name, case in cases.items()
 ]
 
 
-def changed(op: str, changes: dict[str, Any]) -> dict[str, Any]:
-    given = arguments(op)
+def changed(op: str, base: str, changes: dict[str, Any]) -> dict[str, Any]:
+    given = arguments(op, base)
     return given | {name: change(given) if callable(change) else change for name, change in changes.items()}
 
 
@@ -234,35 +360,36 @@ def refusal(op: str, given: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("base", sorted({case.values[1] for case in TABLE}))
 @pytest.mark.parametrize("op", ["kvq::append", *ATTENDS])
-def test_good_arguments_pass(op):
+def test_good_arguments_pass(op, base):
     """Else the table would show nothing."""
-    call(op, arguments(op))
+    call(op, arguments(op, base))
     with FakeTensorMode() as mode:
-        given = arguments(op)
+        given = arguments(op, base)
         call(op, given | {name: mode.from_tensor(x) for name, x in tensors(given).items()})
 
 
-@pytest.mark.parametrize(("op", "changes", "said"), TABLE)
-def test_cpu(op, changes, said):
-    given = changed(op, changes)
+@pytest.mark.parametrize(("op", "base", "changes", "said"), TABLE)
+def test_cpu(op, base, changes, said):
+    given = changed(op, base, changes)
     before = {name: x.clone() for name, x in tensors(given).items() if x.device.type == "cpu"}
     assert refusal(op, given) == f"{op}: {said}"
     assert_same_bits(tuple(given[name] for name in before), tuple(before.values()))
 
 
-@pytest.mark.parametrize(("op", "changes", "said"), TABLE)
-def test_fake(op, changes, said):
-    given = changed(op, changes)
+@pytest.mark.parametrize(("op", "base", "changes", "said"), TABLE)
+def test_fake(op, base, changes, said):
+    given = changed(op, base, changes)
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(x) for name, x in tensors(given).items()}
         assert refusal(op, given | fakes) == f"{op}: {said}"
 
 
-@pytest.mark.parametrize(("op", "changes", "said"), [case for case in TABLE if "device" not in case.id])
-def test_meta(op, changes, said):
+@pytest.mark.parametrize(("op", "base", "changes", "said"), [case for case in TABLE if "device" not in case.id])
+def test_meta(op, base, changes, said):
     """Where every tensor is on one device."""
-    given = changed(op, changes)
+    given = changed(op, base, changes)
     metas = {name: x.new_empty_strided(x.shape, x.stride(), device="meta") for name, x in tensors(given).items()}
     assert refusal(op, given | metas) == f"{op}: {said}"
 
