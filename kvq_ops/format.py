@@ -298,7 +298,7 @@ def get_format(name: str | CacheFormat) -> CacheFormat:
         words, sinks = name.split("/"), None
         if len(words) > 1 and words[-1].startswith("sinks"):
             digits = words.pop()[len("sinks") :]
-            sinks = int(digits) if digits.isascii() and digits.isdecimal() and digits == str(int(digits)) else -1
+            sinks = int(digits) if digits in map(str, range(MAX_SINKS + 1)) else -1
         preset = FORMATS.get(words[0]) if len(words) == 1 else None
         if preset is None and len(words) == 2 and all(word in _SIDES for word in words):
             preset = CacheFormat(_SIDES[words[0]], _SIDES[words[1]])
