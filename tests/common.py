@@ -234,6 +234,12 @@ def used_slots(name: str, part: str, length: int) -> list[int]:
     return rows
 
 
+def by_rows(cache: Cache, name: str) -> dict[str, Tensor]:
+    """The parts, each with its tokens, blocks or slots in the third dimension."""
+    axes = {part_name: part.axis for part_name, part in get_format(name).parts(1, 1, 64, 1).items()}
+    return {part_name: part.movedim(axes[part_name], 2) for part_name, part in cache.named().items()}
+
+
 def in_use(cache: QuantizedKVCache | Cache, name: str | None = None) -> list[Tensor]:
     """Everything that the cache holds, sequence by sequence, and its lengths."""
     if isinstance(cache, QuantizedKVCache):
@@ -242,7 +248,7 @@ def in_use(cache: QuantizedKVCache | Cache, name: str | None = None) -> list[Ten
     format, rows = get_format(name), []
     for b, length in enumerate(cache.lengths.tolist()):
         coded = {"key": format.frozen(length), "value": length}
-        for part_name, part in cache.named().items():
+        for part_name, part in by_rows(cache, name).items():
             side, _, kind = part_name.partition("_")
             if kind == "full":
                 rows.append(part[b, :, used_slots(name, part_name, length)])

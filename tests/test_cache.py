@@ -20,6 +20,7 @@ from common import (
     assert_same_bits,
     attend,
     attention,
+    by_rows,
     filled,
     in_use,
     parts,
@@ -257,8 +258,9 @@ def test_reorder(name, index, dtype):
     assert cache.lengths.tolist() == [LONG[b] for b in index]
     block, sinks = get_format(name).key.key_block, get_format(name).sinks
     for b, source in enumerate(index):
-        for part_name, part in parts(cache).named().items():
-            before, held = getattr(old, part_name), LONG[source]
+        olds = by_rows(parts(old), name)
+        for part_name, part in by_rows(parts(cache), name).items():
+            before, held = olds[part_name], LONG[source]
             if part_name.endswith("_full"):
                 held = part.shape[2] if source != b else 0
             elif block and part_name in ("key_scales", "key_zeros"):

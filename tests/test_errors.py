@@ -270,8 +270,12 @@ MORE_PART_CASES: dict[str, Case] = {
         "value_scales must be uint8, got int8",
     ),
     "int4_g32 key_scales-shape": (
-        {"key_scales": lambda a: a["key_scales"][..., :1]},
-        "key_scales must have shape [2, 3, 140, 2], got [2, 3, 140, 1]",
+        {"key_scales": lambda a: a["key_scales"].transpose(2, 3)},
+        "key_scales must have shape [2, 3, 2, 140], got [2, 3, 140, 2]",
+    ),
+    "int4_g32 key_scales-stride": (
+        {"key_scales": lambda a: strided(a["key_scales"])},
+        "key_scales must be contiguous in its last dimension, got stride 2",
     ),
     "int8/int4/sinks3 key_full-none": (
         {"key_full": None},

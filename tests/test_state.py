@@ -58,10 +58,10 @@ def test_state_holds_the_tokens_in_use_alone(name):
     for part in format.parts(1, 3, 10, 5000, "float32").values():
         rows = {
             "token": sum(LONG),
-            "slot": 3 * part.shape[2],
+            "slot": 3 * part.shape[part.axis],
             "block": sum(max(0, length - format.sinks) // block for length in LONG) if block else 0,
         }
-        nbytes += part.nbytes // part.shape[2] * rows[part.rows]
+        nbytes += part.nbytes // part.shape[part.axis] * rows[part.rows]
     assert sum(x.untyped_storage().nbytes() for x in tensors) == nbytes
     assert all(isinstance(x, (Tensor, int, str)) for x in state.values())
 
