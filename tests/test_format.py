@@ -281,13 +281,13 @@ def test_short_names(written, name):
     assert get_format(written).name == name
 
 
-UNKNOWN = """
+_WORDS = """
 int2 int int16 fp8 INT8 int4_ int4_h int4_hqx int4hq int4_g16 int8_g32 int8_g64 k8v
 / /int8 int8/ int8/int4/int8 int4/int4/ k8v4/int8 int8/k8v4 k8v4/k8v4
 sinks4 /sinks4 int8/sinks int8/sinks-1 int8/sinks+4 int8/sinks65 int8/sinks100 int8/sinks04 int8/sinks00 int8/Sinks4
 int8/sinks4a int8//sinks4 int8/int4/sinks4/ int8/sinks4/int4 int8/sinks4/sinks4 int8/int4/int8/sinks4
-""".split()
-UNKNOWN += ["", "int8 ", " int8", "int8/sinks4 ", "int8/sinks\u0664", "int8/sinks\u00b2"]
+"""
+UNKNOWN = [*_WORDS.split(), "", "int8 ", " int8", "int8/sinks4 ", "int8/sinks\u0664", "int8/sinks\u00b2"]
 UNKNOWN += ["int8/sinks" + "9" * 30, "int8/sinks" + "1" * 5000]
 
 
