@@ -1,7 +1,8 @@
 """The main job: a real model decodes over a plain and over quantized caches, and a table says what each cost.
 
 ``python -m examples.demo --help`` lists the options. The decode step is compiled with ``fullgraph=True``, batch 1;
-every figure but the answer's prompt and the recall's context comes from that step, one token at a time.
+the answer and the text come from that step, one token at a time. The answer's prompt and the recall go through the
+model in chunks, not compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import kvq_ops
 from examples.llama import PLAIN, Llama
-from examples.metrics import Quality, Readings, judge, losses, verdicts
+from examples.metrics import Quality, Readings, judge, verdicts
 from examples.reading import (
     RECALL_DISTANCE,
     RECALL_NOTE,
@@ -29,7 +30,7 @@ from examples.reading import (
     RECALL_TOKENS,
     bits_per_value,
     prefill,
-    recall_context,
+    recall,
 )
 from examples.report import Console, machine, markdown, show_verdicts, where
 from examples.smollm2 import load_model, load_text
@@ -93,13 +94,6 @@ def answer(model: Llama, step: Step, tokenizer: Tokenizer, prompt: Tensor, write
     return False
 
 
-def recall(model: Llama, step: Step, text: Tensor) -> Tensor:
-    """Losses of a passage's second copy, a whole context after the first: what must be read far back."""
-    context, passage = recall_context(text)
-    prefill(model, context)
-    return losses(decode(step, passage[:-1], len(context))[0], passage[1:])
-
-
 class Demo:
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.console = console
@@ -136,7 +130,7 @@ class Demo:
             model.reset_caches()
             logits, seconds = decode(step, self.text[: self.tokens], 0)
         with self.console.stage(f"{name}: recalling {RECALL_TOKENS} tokens, {RECALL_DISTANCE} tokens later"):
-            recalled = recall(model, step, self.text)
+            recalled = recall(model, self.text)
         readings = Readings(logits, self.text[1 : self.tokens + 1], recalled)
         self.plain = self.plain or readings
         return Row(

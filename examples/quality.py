@@ -20,16 +20,15 @@ from torch import Tensor
 
 import kvq_ops
 from examples.llama import PLAIN, Llama
-from examples.metrics import Quality, Readings, judge, losses, verdicts
+from examples.metrics import Quality, Readings, judge, verdicts
 from examples.reading import (
     RECALL_DISTANCE,
     RECALL_NOTE,
     RECALL_START,
     RECALL_TOKENS,
     bits_per_value,
-    prefill,
     read,
-    recall_context,
+    recall,
 )
 from examples.report import Console, machine, markdown, show_verdicts, where
 from examples.smollm2 import load_model, load_text
@@ -55,10 +54,7 @@ def readings(model: Llama, text: Tensor, tokens: int) -> Readings:
     """What the model says about the first ``tokens`` tokens of the text, and about the passage to recall."""
     model.reset_caches()
     logits = torch.cat(list(read(model, text[:tokens], 0)))
-    context, passage = recall_context(text)
-    prefill(model, context)
-    recalled = torch.cat(list(read(model, passage[:-1], len(context))))
-    return Readings(logits, text[1 : tokens + 1], losses(recalled, passage[1:]))
+    return Readings(logits, text[1 : tokens + 1], recall(model, text))
 
 
 def measure(model: Llama, text: Tensor, tokens: int, formats: Sequence[str], console: Console) -> list[Row]:

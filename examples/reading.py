@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from examples.llama import Llama
+from examples.metrics import losses
 from kvq_ops import CacheFormat
 
 CHUNK = 64
@@ -48,10 +49,12 @@ def prefill(model: Llama, ids: Tensor) -> Tensor:
     return deque(read(model, ids, 0), maxlen=1).pop()[-1]
 
 
-def recall_context(text: Tensor) -> tuple[Tensor, Tensor]:
-    """A context, and the passage at its beginning that is to be recalled after it."""
+def recall(model: Llama, text: Tensor) -> Tensor:
+    """Losses of a passage's second copy, a whole context after the first: what must be read far back."""
     context = text[RECALL_START : RECALL_START + RECALL_DISTANCE]
-    return context, context[:RECALL_TOKENS]
+    passage = context[:RECALL_TOKENS]
+    prefill(model, context)
+    return losses(torch.cat(list(read(model, passage[:-1], len(context)))), passage[1:])
 
 
 def bits_per_value(model: Llama) -> float:
