@@ -1,9 +1,9 @@
-// The kernels without torch: append and attend over many shapes, checked against plain loops in double precision.
-// It runs under sanitizers and, built for another instruction set, in an emulator.
+// The kernels without torch: append and attend over many shapes and every coding, checked against the plain loops of
+// plain.h. It runs under sanitizers and, built for another instruction set, in an emulator.
 //
 //   KVQ_CPU_ISA=<name> kvq_harness [--quick]
 //
-// Exits 1 at the first code that differs or error above its bound.
+// Exits 1 at the first byte that differs or error above its bound.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -13,24 +13,26 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/params.h"
+#include "plain.h"
 
 namespace {
 
-using kvq::CacheFormat;
+using kvq::Dtype;
 
 struct Shape {
-  int64_t batch, heads_q, heads_kv, tokens, head_dim, max_tokens;
-  int key_bits, value_bits;
+  std::string format;
+  int64_t batch, heads_q, heads_kv, tokens, head_dim;
+  Dtype dtype;
   std::vector<int32_t> lengths;
 
   std::string text() const {
-    std::string out = "int" + std::to_string(key_bits) + "/int" + std::to_string(value_bits) + " b" +
-                      std::to_string(batch) + " q" + std::to_string(heads_q) + "kv" + std::to_string(heads_kv) + " t" +
-                      std::to_string(tokens) + " d" + std::to_string(head_dim) + " lengths";
+    std::string out = format + (dtype == Dtype::kFloat32 ? " fp32" : " bf16") + " b" + std::to_string(batch) + " q" +
+                      std::to_string(heads_q) + "kv" + std::to_string(heads_kv) + " t" + std::to_string(tokens) + " d" +
+                      std::to_string(head_dim) + " lengths";
     for (const int32_t length : lengths) out += " " + std::to_string(length);
     return out;
   }
+  int64_t item() const { return dtype == Dtype::kFloat32 ? 4 : 2; }
 };
 
 void run_threads(int64_t workers, void (*body)(int64_t, void*), void* context) {
@@ -40,170 +42,132 @@ void run_threads(int64_t workers, void (*body)(int64_t, void*), void* context) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// One side of a cache in exactly as many bytes as its format says: a sanitizer sees any access past them.
-struct SideData {
-  std::vector<uint8_t> codes;
-  std::vector<float> scales;
-  int64_t row_bytes, max_tokens, heads;
-  int bits;
-
-  SideData(const Shape& s, int bits_)
-      : codes(static_cast<size_t>(s.batch * s.heads_kv * s.max_tokens * s.head_dim * bits_ / 8), 0xa5),
-        scales(static_cast<size_t>(s.batch * s.heads_kv * s.max_tokens), -1.0f),
-        row_bytes(s.head_dim * bits_ / 8),
-        max_tokens(s.max_tokens),
-        heads(s.heads_kv),
-        bits(bits_) {}
-
-  template <class Byte, class Float>
-  kvq::SideT<Byte, Float> side() {
-    return {codes.data(),
-            heads * max_tokens * row_bytes,
-            max_tokens * row_bytes,
-            row_bytes,
-            scales.data(),
-            heads * max_tokens,
-            max_tokens,
-            1};
-  }
-  int code(int64_t row, int64_t channel, int64_t head_dim) const {
-    const uint8_t* bytes = codes.data() + row * row_bytes;
-    if (bits == 8) return static_cast<int8_t>(bytes[channel]);
-    const int64_t first = channel / 64 * 64, half = std::min<int64_t>(head_dim - first, 64) / 2;
-    const int64_t within = channel - first;
-    const uint8_t byte = bytes[first / 2 + within % half];
-    return (within < half ? byte & 15 : byte >> 4) - 8;
-  }
-  double value(int64_t row, int64_t channel, int64_t head_dim) const {
-    return code(row, channel, head_dim) * static_cast<double>(scales[static_cast<size_t>(row)]);
-  }
-};
+const kvq::Parallel kPool{run_threads, 3};
 
 [[noreturn]] void fail(const Shape& shape, const std::string& what) {
   std::printf("%s: %s: %s\n", kvq::kernels().name, shape.text().c_str(), what.c_str());
   std::exit(1);
 }
 
-std::vector<float> noise(std::mt19937* random, int64_t count) {
-  std::normal_distribution<float> normal;
-  std::vector<float> x(static_cast<size_t>(count));
-  for (float& item : x) item = normal(*random);
-  return x;
-}
+// Rows [batch, heads, tokens, head_dim] of N(0, 1) in the shape's dtype.
+struct Input {
+  int64_t heads, tokens, head_dim, item;
+  Dtype dtype;
+  std::vector<uint8_t> bytes;
 
-kvq::Rows rows_of(const std::vector<float>& x, int64_t heads, int64_t tokens, int64_t head_dim) {
-  return {x.data(), kvq::Dtype::kFloat32, heads * tokens * head_dim, tokens * head_dim, head_dim, 1};
-}
-
-void check_codes(const Shape& s, const SideData& data, const std::vector<float>& x, int64_t appended) {
-  const float limit = data.bits == 8 ? 127.0f : 7.0f;
-  for (int64_t bh = 0; bh < s.batch * s.heads_kv; ++bh) {
-    for (int64_t t = 0; t < appended; ++t) {
-      const float* row = x.data() + (bh * appended + t) * s.head_dim;
-      float most = 0.0f;
-      for (int64_t d = 0; d < s.head_dim; ++d) most = std::fmax(most, std::fabs(row[d]));
-      const float scale = most / limit;
-      const int64_t at = bh * s.max_tokens + t;
-      if (data.scales[static_cast<size_t>(at)] != scale) fail(s, "a scale differs");
-      for (int64_t d = 0; d < s.head_dim; ++d) {
-        if (data.code(at, d, s.head_dim) != static_cast<int>(std::nearbyint(row[d] / scale))) fail(s, "a code differs");
-      }
-    }
-    for (int64_t t = appended; t < s.max_tokens; ++t) {
-      const int64_t at = bh * s.max_tokens + t;
-      if (data.scales[static_cast<size_t>(at)] != -1.0f) fail(s, "a scale past the appended rows was written");
-      for (int64_t i = 0; i < data.row_bytes; ++i) {
-        if (data.codes[static_cast<size_t>(at * data.row_bytes + i)] != 0xa5) fail(s, "a byte past them was written");
-      }
+  Input(const Shape& s, int64_t heads_, int64_t tokens_, std::mt19937* random)
+      : heads(heads_), tokens(tokens_), head_dim(s.head_dim), item(s.item()), dtype(s.dtype) {
+    std::normal_distribution<float> normal;
+    const int64_t count = s.batch * heads * tokens * head_dim;
+    bytes.resize(static_cast<size_t>(count * item));
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = plain::bits_of_float(normal(*random));
+      std::memcpy(bytes.data() + i * item, reinterpret_cast<const uint8_t*>(&bits) + (4 - item),
+                  static_cast<size_t>(item));  // little-endian: the upper half is bf16
     }
   }
+  // From row `first` of sequence b on.
+  kvq::Rows rows(int64_t b, int64_t first) const {
+    return {bytes.data() + at(b, 0, first) * item, dtype, heads * tokens * head_dim, tokens * head_dim, head_dim, 1};
+  }
+  std::vector<uint8_t> of(int64_t b, int64_t h, int64_t count) const {
+    const uint8_t* from = bytes.data() + at(b, h, 0) * item;
+    return std::vector<uint8_t>(from, from + count * head_dim * item);
+  }
+  float number(int64_t b, int64_t h, int64_t t, int64_t d) const {
+    return plain::load(bytes.data() + (at(b, h, t) + d) * item, dtype);
+  }
+  int64_t at(int64_t b, int64_t h, int64_t t) const { return ((b * heads + h) * tokens + t) * head_dim; }
+};
+
+struct Cache {
+  plain::Side key, value;
+  std::vector<int32_t> held;  // tokens appended
+
+  Cache(const Shape& s, const kvq::CacheFormat& format, int64_t max_tokens)
+      : key(format, true, s.batch, s.heads_kv, max_tokens, s.head_dim, s.dtype),
+        value(format, false, s.batch, s.heads_kv, max_tokens, s.head_dim, s.dtype),
+        held(static_cast<size_t>(s.batch), 0) {}
+
+  // `tokens` more rows to sequences first..first + batch, from each row's own place in the input.
+  void append(const Shape& s, const kvq::CacheFormat& format, const kvq::Rows& k, const kvq::Rows& v, int64_t first,
+              int64_t batch, int64_t tokens) {
+    kvq::AppendParams p;
+    p.key = key.side<uint8_t>(first);
+    p.value = value.side<uint8_t>(first);
+    p.key_rows = k;
+    p.value_rows = v;
+    p.format = format;
+    p.lengths = held.data() + first;
+    p.batch = batch;
+    p.heads_kv = s.heads_kv;
+    p.tokens = tokens;
+    p.head_dim = s.head_dim;
+    kvq::append(p, kvq::kernels(), kPool);
+    for (int64_t b = first; b < first + batch; ++b) held[static_cast<size_t>(b)] += static_cast<int32_t>(tokens);
+  }
+};
+
+// Each sequence by itself in pieces, then all together: the newest rows of all lie at the end of the input.
+void fill(const Shape& s, const kvq::CacheFormat& format, int64_t longest, int64_t together, const Input& k,
+          const Input& v, Cache* cache, std::mt19937* random) {
+  for (int64_t b = 0; b < s.batch; ++b) {
+    const int64_t alone = std::max<int64_t>(0, s.lengths[static_cast<size_t>(b)] - together);
+    const int64_t start = longest - together - alone;
+    for (int64_t done = 0; done < alone;) {
+      const int64_t most = std::min<int64_t>(alone - done, 90);
+      const int64_t piece = 1 + static_cast<int64_t>((*random)() % static_cast<uint32_t>(most));
+      cache->append(s, format, k.rows(b, start + done), v.rows(b, start + done), b, 1, piece);
+      done += piece;
+    }
+  }
+  cache->append(s, format, k.rows(0, longest - together), v.rows(0, longest - together), 0, s.batch, together);
+}
+
+void check_bytes(const Shape& s, const plain::Side& got, const plain::Side& want) {
+  const std::string side = got.key ? "key " : "value ";
+  if (got.codes.bytes != want.codes.bytes) fail(s, side + "codes differ");
+  if (got.scales.bytes != want.scales.bytes) fail(s, side + "scales differ");
+  if (got.zeros.bytes != want.zeros.bytes) fail(s, side + "zeros differ");
+  if (got.full.bytes != want.full.bytes) fail(s, side + "rows in full precision differ");
 }
 
 // Attention of one query row in double precision; returns the log-sum-exp.
-double plain_row(const Shape& s, const SideData& key, const SideData& value, const float* query, int64_t bh,
-                 int64_t visible, std::vector<double>* out) {
-  std::vector<double> logits(static_cast<size_t>(visible));
+double plain_row(const std::vector<std::vector<double>>& key, const std::vector<std::vector<double>>& value,
+                 const std::vector<double>& query, int64_t visible, std::vector<double>* out) {
+  std::vector<double> logits;
   double most = -HUGE_VAL, sum = 0.0;
   for (int64_t j = 0; j < visible; ++j) {
     double dot = 0.0;
-    for (int64_t d = 0; d < s.head_dim; ++d) dot += query[d] * key.value(bh * s.max_tokens + j, d, s.head_dim);
-    logits[static_cast<size_t>(j)] = dot / std::sqrt(static_cast<double>(s.head_dim));
-    most = std::fmax(most, logits[static_cast<size_t>(j)]);
+    for (size_t d = 0; d < query.size(); ++d) dot += query[d] * key[static_cast<size_t>(j)][d];
+    logits.push_back(dot / std::sqrt(static_cast<double>(query.size())));
+    most = std::fmax(most, logits.back());
   }
-  out->assign(static_cast<size_t>(s.head_dim), 0.0);
+  out->assign(query.size(), 0.0);
   for (int64_t j = 0; j < visible; ++j) {
     const double weight = std::exp(logits[static_cast<size_t>(j)] - most);
     sum += weight;
-    for (int64_t d = 0; d < s.head_dim; ++d) {
-      (*out)[static_cast<size_t>(d)] += weight * value.value(bh * s.max_tokens + j, d, s.head_dim);
-    }
+    for (size_t d = 0; d < query.size(); ++d) (*out)[d] += weight * value[static_cast<size_t>(j)][d];
   }
   for (double& x : *out) x /= sum;
   return most + std::log(sum);
 }
 
-double check_attention(const Shape& s, const SideData& key, const SideData& value, const std::vector<float>& query,
-                       const std::vector<float>& out, const std::vector<float>& lse) {
-  double error = 0.0, norm = 0.0;
-  std::vector<double> want;
-  for (int64_t row = 0; row < s.batch * s.heads_q * s.tokens; ++row) {
-    const int64_t t = row % s.tokens, b = row / s.tokens / s.heads_q, head = row / s.tokens % s.heads_q;
-    const int64_t length = s.lengths[static_cast<size_t>(b)], bh = b * s.heads_kv + head / (s.heads_q / s.heads_kv);
-    const float* got = out.data() + row * s.head_dim;
-    if (length == 0) {
-      for (int64_t d = 0; d < s.head_dim; ++d) {
-        if (got[d] != 0.0f) fail(s, "an empty sequence does not give zeros");
-      }
-      if (lse[static_cast<size_t>(row)] != -HUGE_VALF) fail(s, "an empty sequence does not give lse -inf");
-      continue;
-    }
-    const double want_lse =
-        plain_row(s, key, value, query.data() + row * s.head_dim, bh, length - s.tokens + 1 + t, &want);
-    if (!(std::fabs(lse[static_cast<size_t>(row)] - want_lse) < 1e-3)) fail(s, "lse differs");
-    for (int64_t d = 0; d < s.head_dim; ++d) {
-      error += std::pow(got[d] - want[static_cast<size_t>(d)], 2);
-      norm += std::pow(want[static_cast<size_t>(d)], 2);
-    }
-  }
-  const double relative = norm > 0.0 ? std::sqrt(error / norm) : 0.0;
-  const double bound = s.key_bits == 8 && s.value_bits == 8 ? 2e-4 : 8e-3;
-  if (!(relative <= bound)) fail(s, "relative error " + std::to_string(relative));
-  return relative;
-}
+struct Result {
+  std::vector<uint8_t> out;
+  std::vector<float> lse;
+};
 
-double run(const Shape& s, std::mt19937* random) {
-  const kvq::Parallel pool{run_threads, 3};
-  SideData key(s, s.key_bits), value(s, s.value_bits);
-  const int64_t appended = s.max_tokens - 1;  // the last row stays untouched
-  const std::vector<float> k = noise(random, s.batch * s.heads_kv * appended * s.head_dim);
-  const std::vector<float> v = noise(random, s.batch * s.heads_kv * appended * s.head_dim);
-  const std::vector<float> q = noise(random, s.batch * s.heads_q * s.tokens * s.head_dim);
-  const std::vector<int32_t> empty(static_cast<size_t>(s.batch), 0);
-  CacheFormat format;
-  format.key.bits = s.key_bits;
-  format.value.bits = s.value_bits;
-
-  kvq::AppendParams a;
-  a.key = key.side<uint8_t, float>();
-  a.value = value.side<uint8_t, float>();
-  a.key_rows = rows_of(k, s.heads_kv, appended, s.head_dim);
-  a.value_rows = rows_of(v, s.heads_kv, appended, s.head_dim);
-  a.format = format;
-  a.lengths = empty.data();
-  a.batch = s.batch;
-  a.heads_kv = s.heads_kv;
-  a.tokens = appended;
-  a.head_dim = s.head_dim;
-  kvq::append(a, kvq::kernels(), pool);
-  check_codes(s, key, k, appended);
-  check_codes(s, value, v, appended);
-
-  std::vector<float> out(q.size(), NAN), lse(static_cast<size_t>(s.batch * s.heads_q * s.tokens), NAN);
+Result attend(const Shape& s, const kvq::CacheFormat& format, const Input& query, Cache* cache) {
+  Result result;
+  result.out.assign(query.bytes.size(), 0xff);  // NaN
+  result.lse.assign(static_cast<size_t>(s.batch * s.heads_q * s.tokens), NAN);
   kvq::AttendParams p;
-  p.query = rows_of(q, s.heads_q, s.tokens, s.head_dim);
-  p.key = key.side<const uint8_t, const float>();
-  p.value = value.side<const uint8_t, const float>();
+  p.query = query.rows(0, 0);
+  p.key = cache->key.side<const uint8_t>(0);
+  p.value = cache->value.side<const uint8_t>(0);
   p.format = format;
+  p.full_dtype = s.dtype;
   p.lengths = s.lengths.data();
   p.batch = s.batch;
   p.heads_q = s.heads_q;
@@ -211,10 +175,91 @@ double run(const Shape& s, std::mt19937* random) {
   p.tokens = s.tokens;
   p.head_dim = s.head_dim;
   p.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.head_dim)));
-  p.out = out.data();
-  p.lse = lse.data();
-  kvq::attend(p, kvq::kernels(), pool);
-  return check_attention(s, key, value, q, out, lse);
+  p.out = result.out.data();
+  p.lse = result.lse.data();
+  kvq::attend(p, kvq::kernels(), kPool);
+  return result;
+}
+
+void check_empty(const Shape& s, const Result& result, int64_t row) {
+  for (int64_t i = 0; i < s.head_dim * s.item(); ++i) {
+    if (result.out[static_cast<size_t>(row * s.head_dim * s.item() + i)] != 0) {
+      fail(s, "an empty sequence does not give zeros");
+    }
+  }
+  if (result.lse[static_cast<size_t>(row)] != -HUGE_VALF) fail(s, "an empty sequence does not give lse -inf");
+}
+
+// Weights have 15 bits, 14 over 8-bit codes in groups; the least of a row is three times as far from it as its mean.
+double bound(const Shape& s, const kvq::CacheFormat& format) {
+  const kvq::SideFormat& value = format.value;
+  const bool token = value.coding == kvq::Coding::kToken, group = value.coding == kvq::Coding::kGroup;
+  const double exact = token && value.bits == 4 ? 1e-3 : group && value.bits == 8 ? 5e-4 : 3e-4;
+  return s.dtype == Dtype::kFloat32 ? exact : exact + 2e-3;
+}
+
+double check_attention(const Shape& s, const kvq::CacheFormat& format, const Cache& cache, const Input& query,
+                       const Result& result) {
+  double error = 0.0, norm = 0.0;
+  for (int64_t b = 0; b < s.batch; ++b) {
+    const int64_t length = s.lengths[static_cast<size_t>(b)];
+    for (int64_t h = 0; h < s.heads_q; ++h) {
+      const int64_t kv = h / (s.heads_q / s.heads_kv);
+      std::vector<std::vector<double>> key, value;
+      for (int64_t t = 0; t < length; ++t) {
+        key.push_back(cache.key.row(b, kv, t, length));
+        value.push_back(cache.value.row(b, kv, t, length));
+      }
+      for (int64_t t = 0; t < s.tokens; ++t) {
+        const int64_t row = (b * s.heads_q + h) * s.tokens + t;
+        if (length == 0) {
+          check_empty(s, result, row);
+          continue;
+        }
+        std::vector<double> q, want;
+        for (int64_t d = 0; d < s.head_dim; ++d) q.push_back(query.number(b, h, t, d));
+        const double lse = plain_row(key, value, q, length - s.tokens + 1 + t, &want);
+        if (!(std::fabs(result.lse[static_cast<size_t>(row)] - lse) < 1e-3)) fail(s, "lse differs");
+        for (int64_t d = 0; d < s.head_dim; ++d) {
+          const float got = plain::load(result.out.data() + (row * s.head_dim + d) * s.item(), s.dtype);
+          error += std::pow(got - want[static_cast<size_t>(d)], 2);
+          norm += std::pow(want[static_cast<size_t>(d)], 2);
+        }
+      }
+    }
+  }
+  const double relative = norm > 0.0 ? std::sqrt(error / norm) : 0.0;
+  if (!(relative <= bound(s, format))) fail(s, "relative error " + std::to_string(relative));
+  return s.dtype == Dtype::kFloat32 ? relative : 0.0;
+}
+
+double run(const Shape& s, std::mt19937* random) {
+  kvq::CacheFormat format;
+  if (!kvq::parse_format(s.format.data(), s.format.size(), &format)) fail(s, "no format");
+  int32_t longest = 0, least = 70;
+  for (const int32_t length : s.lengths) {
+    longest = std::max(longest, length);
+    if (length > 0) least = std::min(least, length);
+  }
+  const int64_t together = 1 + static_cast<int64_t>((*random)() % static_cast<uint32_t>(least));
+  const Input k(s, s.heads_kv, longest, random), v(s, s.heads_kv, longest, random);
+  const Input query(s, s.heads_q, s.tokens, random);
+  Cache cache(s, format, longest + 1), want(s, format, longest + 1);  // the last row stays untouched
+  fill(s, format, longest, together, k, v, &cache, random);
+  for (int64_t b = 0; b < s.batch; ++b) {
+    const int64_t held = cache.held[static_cast<size_t>(b)];
+    for (int64_t h = 0; h < s.heads_kv; ++h) {
+      const auto newest = [&](const Input& x) {
+        const std::vector<uint8_t> all = x.of(b, h, longest);
+        return std::vector<uint8_t>(all.end() - held * s.head_dim * s.item(), all.end());
+      };
+      want.key.encode(b, h, held, newest(k));
+      want.value.encode(b, h, held, newest(v));
+    }
+  }
+  check_bytes(s, cache.key, want.key);
+  check_bytes(s, cache.value, want.value);
+  return check_attention(s, format, cache, query, attend(s, format, query, &cache));
 }
 
 }  // namespace
@@ -226,30 +271,46 @@ int main(int argc, char** argv) {
       quick ? std::vector<int64_t>{8, 30, 80, 100, 128, 514}
             : std::vector<int64_t>{8, 10, 16, 30, 34, 62, 64, 80, 96, 100, 128, 256, 514, 1024};
   const std::vector<std::pair<int64_t, int64_t>> heads = {{1, 1}, {6, 1}, {8, 2}, {7, 1}, {3, 3}, {20, 1}};
-  const std::vector<std::vector<int32_t>> lengths = {{1}, {33, 0}, {64, 65, 3}, {700}, {255, 257}};
-  const std::vector<std::pair<int, int>> bits = {{8, 8}, {4, 4}, {8, 4}, {4, 8}};
+  const std::vector<std::vector<int32_t>> lengths = {{1},    {33, 0},  {64, 65, 3}, {700},        {255, 257},
+                                                     {5, 4}, {36, 37}, {68, 67},    {132, 35, 69}};
+  // As many as no other count divides, so that each meets every shape.
+  const std::vector<std::string> formats = {"int8",
+                                            "int4",
+                                            "int4_g32",
+                                            "int4_g64",
+                                            "int8_kivi",
+                                            "int4_kivi",
+                                            "int8_hq",
+                                            "int4_hq",
+                                            "k8v4",
+                                            "int4/int8_hq",
+                                            "int8_kivi/int4",
+                                            "int4_kivi/int8",
+                                            "int8/int4",
+                                            "int8_hq/int8_kivi/sinks0",
+                                            "int4_g32/int4_kivi",
+                                            "int4_hq/sinks64",
+                                            "int8/int4_g64/sinks3"};
   int cases = 0;
   double worst = 0.0;
   for (const int64_t head_dim : dims) {
     for (const auto& head : heads) {
       for (const auto& length : lengths) {
         if (quick && length[0] > 300) continue;
-        const auto& bit = bits[static_cast<size_t>(cases) % bits.size()];
-        int32_t most = 0, least = INT32_MAX;
+        int32_t least = INT32_MAX;
         for (const int32_t x : length) {
-          most = std::max(most, x);
           if (x > 0) least = std::min(least, x);
         }
         for (const int64_t tokens : {int64_t{1}, int64_t{3}}) {
           if (tokens > least) continue;
-          const Shape shape{static_cast<int64_t>(length.size()),
+          const size_t index = static_cast<size_t>(cases);
+          const Shape shape{formats[index % formats.size()],
+                            static_cast<int64_t>(length.size()),
                             head.first,
                             head.second,
                             tokens,
                             head_dim,
-                            most + 1,
-                            bit.first,
-                            bit.second,
+                            index / formats.size() % 3 == 2 ? Dtype::kBFloat16 : Dtype::kFloat32,
                             length};
           worst = std::fmax(worst, run(shape, &random));
           ++cases;
