@@ -267,6 +267,12 @@ def test_bars(changes: dict[str, float], missed: list[str]) -> None:
     assert [text for text, holds in check(judged(**changes), BARS["int8"]) if not holds] == missed
 
 
+def test_slack_is_in_standard_errors() -> None:
+    worse = judged(perplexity_change=0.0069, agreement=0.9831, divergence=0.0039, recall_change=-0.0119)
+    assert [holds for _, holds in check(worse, BARS["int8"], 1)] == [False] * 4
+    assert [holds for _, holds in check(worse, BARS["int8"], 2)] == [True] * 4
+
+
 def test_bars_are_of_formats() -> None:
     assert all(get_format(name).name == name for name in BARS)
     assert set(demo.FORMATS) <= set(FORMATS)
