@@ -53,7 +53,8 @@ def _tolerance(name: str) -> Tolerance:
 
 FORMAT_NAMES = [*FORMATS, "int8/int4", "int4/int8", "int8_kivi/int4_hq", "int4_hq/int8_kivi", "int8/int4_hq/sinks3"]
 FORMAT_NAMES += ["int4_g32/int8_hq", "int4_g64/int4_kivi", "int4_hq/sinks0", "int8_kivi/int4/sinks64"]
-CODINGS = ["int8", "int4/int8_hq", "int4_g32/int4_kivi", "int8_kivi/int4", "int4_kivi/int8_kivi", "int8_hq", "int4_hq"]
+CODINGS = ["int8", "int4", "int4_g64", "int4_g32/int4_kivi", "int4/int8_hq/sinks3", "int8_kivi/int4"]
+CODINGS += ["int4_kivi/int8_kivi", "int8_hq", "int4_hq"]
 """Each coding of each side once, for what is tried in many ways."""
 IN_BLOCKS = [name for name in FORMAT_NAMES if get_format(name).key.key_block]
 TOLERANCES = {name: _tolerance(name) for name in (*FORMAT_NAMES, *CODINGS)} | {

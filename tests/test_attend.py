@@ -55,7 +55,7 @@ def assert_close(query: Tensor, cache: Cache, name: str, scale: float | None = N
 @pytest.mark.parametrize("length", LENGTHS, ids="len{}".format)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*CODINGS, "int4", "int4_g64"])
+@pytest.mark.parametrize("name", CODINGS)
 def test_lengths(name, dtype, kind, length):
     """Rows in full precision have the query's dtype."""
     query, key, value = (x.to(DTYPES[dtype]) for x in make(kind, 1, 4, 2, 128, length))
@@ -75,7 +75,7 @@ def test_around_sinks_and_borders_of_blocks(name, tokens, head_dim):
 
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "q{}kv{}".format(*heads))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_heads(name, kind, heads):
     query, key, value = make(kind, 2, *heads, 64, 150)
     assert_close(query, filled(name, key, value), name)
@@ -83,7 +83,7 @@ def test_heads(name, kind, heads):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids="d{}".format)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*CODINGS, "int4", "int4_g64"])
+@pytest.mark.parametrize("name", CODINGS)
 def test_head_dims(name, dtype, head_dim):
     batch = 1 + 256 // head_dim  # of few numbers the rounding alone may exceed the bound for bf16
     for kind in KINDS:
@@ -92,7 +92,7 @@ def test_head_dims(name, dtype, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [514, 768, 1022, 1024], ids="d{}".format)
-@pytest.mark.parametrize("name", [*CODINGS, "int4", "int4_g64"])
+@pytest.mark.parametrize("name", CODINGS)
 def test_long_heads_one_row_at_a_time(name, head_dim):
     """Their logits could leave int32; a query is as precise as in short ones all the same."""
     torch.manual_seed(head_dim)
@@ -125,7 +125,7 @@ def test_no_logit_overflows():
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 16, 17], ids="t{}".format)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (9, 3)], ids=lambda heads: "q{}kv{}".format(*heads))
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_ragged_batches_and_several_tokens(name, heads, tokens):
     """Query tokens are the newest positions, causal among themselves; a sequence may hold them and no more."""
     query, key, value = make("outlier", 5, *heads, 64, 130)
@@ -137,7 +137,7 @@ def test_ragged_batches_and_several_tokens(name, heads, tokens):
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e3], ids="{:g}".format)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*CODINGS, "int4", "int4_g64"])
+@pytest.mark.parametrize("name", CODINGS)
 def test_magnitudes(name, dtype, kind, magnitude):
     """Of query, key and value, each for itself. The logits stay what they are, by the softmax scale: where two keys'
     logits differ by thousands of which the query's own 16 bits move several, no code answers for the output."""
@@ -148,7 +148,7 @@ def test_magnitudes(name, dtype, kind, magnitude):
         assert_close((query * q).to(DTYPES[dtype]), filled(name, key * k, value * v), name, softmax_scale)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("scale", [0.0, -0.1, 0.5, 1e-30])
 def test_softmax_scale(name, scale):
     query, key, value = make("normal", 2, 4, 2, 64, 100)
@@ -189,7 +189,7 @@ def test_strided_cache(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [None, 0, 1, 5])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_nothing_to_attend_to(name, tokens, dtype):
     """Length 0: zeros and -inf for any number of query tokens. No query tokens: empty."""
     query, key, value = make("normal", 2, 4, 2, 64, 9)
@@ -240,7 +240,7 @@ def exact_row(name: str) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 64, 256, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_uniform_logits_are_exact(name, dtype, count):
     """A zero query over a power-of-two number of equal value rows, whose scale is a power of two, gives the value."""
     _, key, _ = make("normal", 2, 4, 2, 100, count)
@@ -256,7 +256,7 @@ def test_uniform_logits_are_exact(name, dtype, count):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("token", [0, 40, 69])
 @pytest.mark.parametrize("side", ["key", "value"])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", CODINGS)
 def test_a_poisoned_row_stays_in_its_sequence_and_head(name, side, token, bad):
     query, key, value = make("normal", 2, 6, 3, 64, 70)
     clean = attend(query, filled(name, key, value), name, return_lse=True)
@@ -321,7 +321,7 @@ def test_huge_values(name, magnitude):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("name", [*CODINGS, "int4", "int4_g64"])
+@pytest.mark.parametrize("name", CODINGS)
 def test_invariance(name, tokens):
     """A row's bits depend on its own sequence and query alone: not on the number of threads, the capacity, the other
     sequences, nor on how the rows were appended."""
