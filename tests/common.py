@@ -203,7 +203,7 @@ def run_python(source: str, *arguments: str, **environment: str) -> subprocess.C
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=inherited | environment,
     )
 
