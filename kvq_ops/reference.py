@@ -9,12 +9,13 @@ rounded by itself (no fused multiply-add), divisions are true divisions, roundin
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvq_ops.format import NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
+from kvq_ops.format import LEVELS, NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
 
 __all__ = [
     "ABSMAX_LIMIT",
@@ -156,19 +157,20 @@ def quantize_groups(x: Tensor, side: SideFormat, rotated: bool) -> tuple[Tensor,
     [..., 1 + groups / 2] (in a cache the last two dimensions of the scales change places).
 
     The first byte of the scales, E, says the row's unit, ``2^(E - 127)``; 0 a zero row, 255 one that is not finite.
-    Then comes a nibble for each group, low nibbles first: its mantissa m - 1. A code c stands for
-    ``(c + 0.5) * m * unit``: midpoints, so that all 2^bits codes serve. The unit is the least power of two for which no
-    group needs more than 16 times it; ``m = ceil(absmax / 2^(bits-1) - 0.5 / unit)`` or, where that comes nearer to the
-    group in the sum of squares, one or two less (a few codes saturate then). ``code = clamp(rint(x / unit / m - 0.5),
-    -2^(bits-1), 2^(bits-1) - 1)``. Sums of squares add halves: 16 channels to the other 16, 8 to 8, and so on.
+    Then comes a nibble for each group, low nibbles first: its mantissa m - 1. A code c stands for ``level(c) * m *
+    unit``: level is ``LEVELS[c + 8]`` for 4 bits and ``c + 0.5`` for 8. The unit is the least power of two for which no
+    group needs more than 16 times it; m is the least that reaches the group's absmax or, where that comes nearer to the
+    group in the sum of squares, one or two less (a few codes saturate then). The code is that of the nearest level: for
+    4 bits the number of middles between levels that ``x / unit / m`` reaches, less 8; for 8 bits ``clamp(rint(x / unit
+    / m - 0.5), -128, 127)``. Sums of squares add halves: 16 channels to the other 16, 8 to 8, and so on.
     """
     x = x.float()
     finite = x.isfinite().all(-1)
     limit = ROTATED_LIMIT if rotated else ABSMAX_LIMIT
     x = x.nan_to_num(0.0).clamp(-limit, limit)
     x = rotate(x) if rotated else x
-    spans, half = side.groups(x.shape[-1]), side.limit + 0.5
-    wanted = torch.stack([_divide(x[..., start:end].abs().amax(-1), half) for start, end in spans], -1)
+    spans, top = side.groups(x.shape[-1]), LEVELS[-1] if side.bits == 4 else side.limit + 0.5
+    wanted = torch.stack([_divide(x[..., start:end].abs().amax(-1), top) for start, end in spans], -1)
     bits = _divide(wanted.amax(-1), MANTISSAS).view(torch.int32)
     exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
     unit = (exponent << 23).view(torch.float32)
@@ -181,8 +183,8 @@ def quantize_groups(x: Tensor, side: SideFormat, rotated: bool) -> tuple[Tensor,
         chosen, chosen_codes = most, torch.zeros_like(z)
         for less in range(3):
             m = (most - less).clamp(min=1)
-            code = (z / m[..., None] - 0.5).round().clamp(-side.limit - 1, side.limit)
-            error = _sum_of_halves(((code + 0.5) * m[..., None] - z).square(), side.group)
+            code = _nearest(z / m[..., None], side)
+            error = _sum_of_halves((_levels(code, side) * m[..., None] - z).square(), side.group)
             better = error < best
             best, chosen = best.where(~better, error), chosen.where(~better, m)
             chosen_codes = chosen_codes.where(~better[..., None], code)
@@ -196,6 +198,19 @@ def quantize_groups(x: Tensor, side: SideFormat, rotated: bool) -> tuple[Tensor,
     return _stored(codes, side), torch.stack([exponent, *pairs], -1)
 
 
+def _nearest(x: Tensor, side: SideFormat) -> Tensor:
+    if side.bits == 8:
+        return (x - 0.5).round().clamp(-side.limit - 1, side.limit)
+    middles = [(low + high) / 2 for low, high in pairwise(LEVELS)]
+    return torch.stack([x >= middle for middle in middles]).sum(0).float() - 8
+
+
+def _levels(codes: Tensor, side: SideFormat) -> Tensor:
+    if side.bits == 8:
+        return codes + 0.5
+    return torch.tensor(LEVELS, dtype=torch.float32)[(codes + 8).long()]
+
+
 def _sum_of_halves(x: Tensor, width: int) -> Tensor:
     x = pad(x, (0, width - x.shape[-1]))
     while x.shape[-1] > 1:
@@ -207,7 +222,7 @@ def dequantize_groups(codes: Tensor, scales: Tensor, side: SideFormat, head_dim:
     """fp32 rows [..., head_dim], the inverse of :func:`quantize_groups`."""
     exponent = scales[..., 0].to(torch.int32)
     unit = (exponent << 23).view(torch.float32).where(exponent < 255, torch.nan)
-    x = _numbers(codes, side, head_dim) + 0.5
+    x = _levels(_numbers(codes, side, head_dim), side)
     for group, (start, end) in enumerate(side.groups(head_dim)):
         nibbles = scales[..., 1 + group // 2] >> 4 if group % 2 else scales[..., 1 + group // 2] & 15
         x[..., start:end] *= (nibbles + 1).float()[..., None]

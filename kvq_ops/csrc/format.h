@@ -15,6 +15,12 @@ constexpr int64_t kMaxGroups = kMaxHeadDim / 32;
 constexpr int64_t kMaxKeyBlock = 64;
 constexpr int kMantissas = 16;  // a group's scale is 1..16 times its row's unit
 
+// What the 4-bit codes -8..7 of coding kGroup stand for, and where the nearest level changes.
+constexpr int8_t kLevels[16] = {-127, -99, -78, -60, -45, -31, -18, -6, 6, 18, 31, 45, 60, 78, 99, 127};
+inline float level_middle(int i) {
+  return 0.5f * static_cast<float>(kLevels[i] + kLevels[i + 1]);
+}
+
 // Beyond this magnitude codes saturate, so that 127 * (absmax / 127) stays finite in fp32.
 constexpr float kMaxMagnitude = 1.6e38f;
 constexpr float kMaxRotated = 1e37f;  // the same for rows whose channels sum

@@ -73,23 +73,45 @@ inline void token_row(float* x, int64_t count, const SideFormat& format, float* 
   }
 }
 
+// The codes of the levels nearest to z / m, and the squares of what they miss z by; both reach to a multiple of 16.
+inline void nearest_codes(const float* z, int64_t count, float m, const SideFormat& format, int32_t* code,
+                          float* square) {
+  const F32 scale = set_f32(m), half = set_f32(0.5f);
+  if (format.bits == 8) {
+    const F32 low = set_f32(-128.0f), high = set_f32(127.0f);
+    for (int64_t i = 0; i < count; i += kFloats) {
+      const F32 x = load_f32(z + i);
+      const F32 c = min(max(round_even(sub(div(x, scale), half)), low), high);
+      const F32 error = sub(mul(add(c, half), scale), x);
+      store_f32(square + i, mul(error, error));
+      store_i32(code + i, to_i32(c));
+    }
+    return;
+  }
+  alignas(64) float x[kNibbleBlock];
+  for (int64_t i = 0; i < count; i += kFloats) store_f32(x + i, div(load_f32(z + i), scale));
+  for (int64_t i = 0; i < kNibbleBlock; ++i) code[i] = -8;
+  for (int k = 0; k < 15; ++k) {
+    const float middle = level_middle(k);
+    for (int64_t i = 0; i < count; ++i) code[i] += x[i] >= middle ? 1 : 0;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float error = static_cast<float>(kLevels[code[i] + 8]) * m - z[i];
+    square[i] = error * error;
+  }
+}
+
 // One group of a row, already divided by the row's unit (z, zeros from count to width): codes and the mantissa.
-inline int group_codes(const float* z, int64_t count, int64_t width, float most, int limit, int32_t* code) {
+inline int group_codes(const float* z, int64_t count, int64_t width, float most, const SideFormat& format,
+                       int32_t* code) {
   float best = __builtin_huge_valf();
   int chosen = 1;
-  const F32 low = set_f32(-limit - 1.0f), high = set_f32(static_cast<float>(limit)), half = set_f32(0.5f);
   for (int less = 0; less < 3; ++less) {
     const float m = most - static_cast<float>(less) > 1.0f ? most - static_cast<float>(less) : 1.0f;
     if (less > 0 && static_cast<int>(m) == chosen) continue;  // the same again cannot be better
     alignas(64) float square[kNibbleBlock] = {};
     alignas(64) int32_t tried[kNibbleBlock];
-    for (int64_t i = 0; i < count; i += kFloats) {
-      const F32 x = load_f32(z + i);
-      const F32 c = min(max(round_even(sub(div(x, set_f32(m)), half)), low), high);
-      const F32 error = sub(mul(add(c, half), set_f32(m)), x);
-      store_f32(square + i, mul(error, error));
-      store_i32(tried + i, to_i32(c));
-    }
+    nearest_codes(z, count, m, format, tried, square);
     for (int64_t i = count; i < width; ++i) square[i] = 0.0f;
     for (int64_t n = width / 2; n > 0; n /= 2) {
       for (int64_t i = 0; i < n; ++i) square[i] += square[i + n];
@@ -105,7 +127,7 @@ inline int group_codes(const float* z, int64_t count, int64_t width, float most,
 
 // One row in groups; `scales` are the bytes that say unit and mantissas. x has zeros past count.
 inline void group_row(float* x, int64_t count, const SideFormat& format, uint8_t* scales, int32_t* code) {
-  const int limit = format.limit();
+  const float top = format.bits == 4 ? static_cast<float>(kLevels[15]) : 127.5f;
   std::memset(scales, 0, static_cast<size_t>(format.group_bytes(count)));
   std::memset(code, 0, static_cast<size_t>(count) * sizeof(int32_t));
   if (absmax_bits(x, count) >= 0x7f800000) {
@@ -128,7 +150,7 @@ inline void group_row(float* x, int64_t count, const SideFormat& format, uint8_t
       if (span.size == 0) continue;
       alignas(64) float part[kNibbleBlock] = {};
       std::memcpy(part, x + span.start, static_cast<size_t>(span.size) * sizeof(float));
-      const float scale = float_of(static_cast<uint32_t>(absmax_bits(part, kNibbleBlock))) / (limit + 0.5f);
+      const float scale = float_of(static_cast<uint32_t>(absmax_bits(part, kNibbleBlock))) / top;
       widest = scale > widest ? scale : widest;
       spans[groups++] = Span{span.start, span.size, scale};
     }
@@ -146,7 +168,7 @@ inline void group_row(float* x, int64_t count, const SideFormat& format, uint8_t
     for (int64_t i = 0; i < span.size; i += kFloats) store_f32(z + i, div(load_f32(z + i), set_f32(unit)));
     float most = std::ceil(span.scale / unit);
     most = most < 1.0f ? 1.0f : most > kMantissas ? static_cast<float>(kMantissas) : most;
-    const int mantissa = group_codes(z, span.size, format.group, most, limit, code + span.start);
+    const int mantissa = group_codes(z, span.size, format.group, most, format, code + span.start);
     scales[1 + g / 2] = static_cast<uint8_t>(scales[1 + g / 2] | (mantissa - 1) << (g % 2 ? 4 : 0));
   }
 }

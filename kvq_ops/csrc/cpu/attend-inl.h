@@ -255,7 +255,7 @@ struct Attend {
       const int16_t* m = block->value_mantissa;
       if (format.bits == 8)
         return value_block<Codec8, ROWS, true>(block->values, value_plan, weights, m, acc, &block->ahead);
-      return value_block<Codec4, ROWS, true>(block->values, value_plan, weights, m, acc, &block->ahead);
+      return value_block<CodecLevels, ROWS, true>(block->values, value_plan, weights, m, acc, &block->ahead);
     }
     if (format.bits == 8)
       return value_block<Codec8, ROWS, false>(block->values, value_plan, weights, nullptr, acc, &block->ahead);
@@ -274,7 +274,7 @@ struct Attend {
       row_logits<ROWS>(block, at, logits);
     }
     const SideFormat& format = p.format.value;
-    const int weight_bits = format.coding == Coding::kGroup && format.bits == 8 ? 13 : 14;  // sums fit int32
+    const int weight_bits = format.coding == Coding::kGroup ? 13 : 14;  // sums of a block fit int32
     for (int64_t r = 0; r < ROWS; ++r) {
       alignas(64) float visible_zeros[kBlockTokens];
       const float* zeros = format.coding == Coding::kToken ? block->value_zero : nullptr;
@@ -287,7 +287,7 @@ struct Attend {
                   &weights, r);
     }
     if (format.coding == Coding::kGroup) {
-      group_bias(block->value_mantissa, format.groups(p.head_dim), format.bits == 8 ? 0.5f : -7.5f, ROWS, &weights);
+      group_bias(block->value_mantissa, format.groups(p.head_dim), format.bits == 8 ? 0.5f : 0.0f, ROWS, &weights);
     }
     add_values<ROWS>(block, weights, unit.acc + row * value_plan.width);
   }

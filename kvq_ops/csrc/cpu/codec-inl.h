@@ -53,6 +53,17 @@ struct Codec4 {
   }
 };
 
+// int4 rows of coding kGroup: what the codes stand for, by table.
+struct CodecLevels {
+  static constexpr int kVectors = 2;
+  static constexpr int kOffset = 0;
+  static const uint8_t* load(const uint8_t* p) { return p; }
+  template <int V>
+  static I16 vector(const uint8_t* p) {
+    return V == 0 ? low_levels(p) : high_levels(p);
+  }
+};
+
 // Reads `count` floats of any dtype and stride to fp32; x has room for a multiple of 16, zeros past count.
 inline void load_row(const char* data, Dtype dtype, int64_t stride, int64_t count, float* x) {
   int64_t i = 0;

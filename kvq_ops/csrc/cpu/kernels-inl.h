@@ -32,12 +32,12 @@ void prepare_query(const AttendParams& p, const LanePlan& plan, int64_t b, int64
   int16_t* codes = queries.codes + at * plan.width;
   // Logits must stay inside int32 whatever the keys hold; a row that might not takes fewer bits.
   const bool groups = p.format.key.coding == Coding::kGroup;
-  const int64_t largest = groups ? 15 * kMantissas : plan.bits == 8 ? 128 : 15;
+  const int64_t largest = groups ? 127 * kMantissas : plan.bits == 8 ? 128 : 15;
   float scale = quantize_row(x, p.head_dim, kQueryLimit, code);
   for (int limit = kQueryLimit / 2; largest * sum_of_magnitudes(code, p.head_dim) > INT32_MAX; limit /= 2) {
     scale = quantize_row(x, p.head_dim, limit, code);
   }
-  queries.scales[at] = scale * p.scale * (groups ? 0.5f : 1.0f);  // keys of groups count half steps
+  queries.scales[at] = scale * p.scale;
   int32_t total = 0;
   for (int64_t i = 0; i < p.head_dim; ++i) total += code[i];
   queries.sums[at] = total;

@@ -48,14 +48,21 @@ inline I16 low_nibbles(I16 bytes) {
 inline I16 high_nibbles(I16 bytes) {
   return _mm256_srli_epi16(bytes, 4);
 }
+inline I16 levels_of(__m128i nibbles) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kLevels));
+  return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, _mm_and_si128(nibbles, _mm_set1_epi8(15))));
+}
+inline I16 low_levels(const uint8_t* p) {
+  return levels_of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I16 high_levels(const uint8_t* p) {
+  return levels_of(_mm_srli_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), 4));
+}
 inline I16 set_i16(int16_t x) {
   return _mm256_set1_epi16(x);
 }
 inline I16 mul_i16(I16 a, I16 b) {
   return _mm256_mullo_epi16(a, b);
-}
-inline I16 sub_i16(I16 a, I16 b) {
-  return _mm256_sub_epi16(a, b);
 }
 inline void interleave(I16 a, I16 b, I16* first, I16* second) {
   *first = _mm256_unpacklo_epi16(a, b);

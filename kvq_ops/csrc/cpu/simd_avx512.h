@@ -53,14 +53,22 @@ inline I16 low_nibbles(I16 bytes) {
 inline I16 high_nibbles(I16 bytes) {
   return _mm512_srli_epi16(bytes, 4);
 }
+// The table twice: a lane's index is its low 5 bits, one of which is not the nibble's.
+inline I16 levels_of(I16 nibbles) {
+  const __m256i table = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  return _mm512_permutexvar_epi16(nibbles, _mm512_broadcast_i64x4(table));
+}
+inline I16 low_levels(const uint8_t* p) {
+  return levels_of(load_unsigned(p));
+}
+inline I16 high_levels(const uint8_t* p) {
+  return levels_of(_mm512_srli_epi16(load_unsigned(p), 4));
+}
 inline I16 set_i16(int16_t x) {
   return _mm512_set1_epi16(x);
 }
 inline I16 mul_i16(I16 a, I16 b) {
   return _mm512_mullo_epi16(a, b);
-}
-inline I16 sub_i16(I16 a, I16 b) {
-  return _mm512_sub_epi16(a, b);
 }
 inline void interleave(I16 a, I16 b, I16* first, I16* second) {
   *first = _mm512_unpacklo_epi16(a, b);

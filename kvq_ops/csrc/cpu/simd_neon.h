@@ -58,14 +58,21 @@ inline I16 low_nibbles(I16 bytes) {
 inline I16 high_nibbles(I16 bytes) {
   return {vshrq_n_s16(bytes.lo, 4), vshrq_n_s16(bytes.hi, 4)};
 }
+inline I16 levels_of(uint8x16_t nibbles) {
+  const int8x16_t x = vqtbl1q_s8(vld1q_s8(kLevels), nibbles);
+  return {vmovl_s8(vget_low_s8(x)), vmovl_high_s8(x)};
+}
+inline I16 low_levels(const uint8_t* p) {
+  return levels_of(vandq_u8(vld1q_u8(p), vdupq_n_u8(15)));
+}
+inline I16 high_levels(const uint8_t* p) {
+  return levels_of(vshrq_n_u8(vld1q_u8(p), 4));
+}
 inline I16 set_i16(int16_t x) {
   return {vdupq_n_s16(x), vdupq_n_s16(x)};
 }
 inline I16 mul_i16(I16 a, I16 b) {
   return {vmulq_s16(a.lo, b.lo), vmulq_s16(a.hi, b.hi)};
-}
-inline I16 sub_i16(I16 a, I16 b) {
-  return {vsubq_s16(a.lo, b.lo), vsubq_s16(a.hi, b.hi)};
 }
 inline int16x8_t low_halves(int16x8_t a, int16x8_t b) {
   return vcombine_s16(vget_low_s16(a), vget_low_s16(b));

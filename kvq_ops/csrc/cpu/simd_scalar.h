@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../format.h"
 #include "half.h"
 
 namespace kvq {
@@ -70,6 +71,17 @@ inline I16 high_nibbles(I16 bytes) {
   KVQ_EACH(kLanes) bytes.v[i] = static_cast<int16_t>(bytes.v[i] >> 4);
   return bytes;
 }
+// kLanes bytes: what the 4-bit codes of their low nibbles stand for in coding kGroup
+inline I16 low_levels(const uint8_t* p) {
+  I16 x;
+  KVQ_EACH(kLanes) x.v[i] = kLevels[p[i] & 15];
+  return x;
+}
+inline I16 high_levels(const uint8_t* p) {
+  I16 x;
+  KVQ_EACH(kLanes) x.v[i] = kLevels[p[i] >> 4];
+  return x;
+}
 inline I16 set_i16(int16_t x) {
   I16 y;
   KVQ_EACH(kLanes) y.v[i] = x;
@@ -78,10 +90,6 @@ inline I16 set_i16(int16_t x) {
 // The low 16 bits of the products
 inline I16 mul_i16(I16 a, I16 b) {
   KVQ_EACH(kLanes) a.v[i] = static_cast<int16_t>(a.v[i] * b.v[i]);
-  return a;
-}
-inline I16 sub_i16(I16 a, I16 b) {
-  KVQ_EACH(kLanes) a.v[i] = static_cast<int16_t>(a.v[i] - b.v[i]);
   return a;
 }
 // Pairs (a[i], b[i]) in two vectors, in an order of the ISA's choice that natural_order undoes.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cfloat>
+#include <cstring>
 
 #include "tiles-inl.h"
 
@@ -84,9 +85,14 @@ inline void softmax_row(float* x, const float* value_scale, const float* value_z
   weights->bias[r * kMaxGroups] = bias;
 }
 
-// The midpoints of coding kGroup: `middle` times the sum of weights and mantissas, for each row and group.
+// What lies between codes and levels of coding kGroup: `middle` times the sum of weights and mantissas, for each row
+// and group.
 inline void group_bias(const int16_t* mantissa, int64_t groups, float middle, int64_t rows, Weights* weights) {
   for (int64_t r = 0; r < rows; ++r) {
+    if (middle == 0.0f) {
+      std::memset(weights->bias + r * kMaxGroups, 0, static_cast<size_t>(groups) * sizeof(float));
+      continue;
+    }
     const int16_t* code = weights->code + r * kBlockTokens;
     for (int64_t g = 0; g < groups; g += 4) {
       I32 sum[4];

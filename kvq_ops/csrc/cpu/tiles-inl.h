@@ -213,8 +213,8 @@ KVQ_NOINLINE void key_block(const Block& keys, const LanePlan& plan, const int16
   }
 }
 
-// The same for 4-bit keys in groups, whose codes become (2 * nibble - 15) * mantissa: too wide for byte products, so
-// these take int16 ones on every ISA, and the query as it is before arrange_query.
+// The same for 4-bit keys in groups, whose codes become level * mantissa: too wide for byte products, so these take
+// int16 ones on every ISA, and the query as it is before arrange_query.
 template <int ROWS, int TOKENS>
 inline void group_key_tile(const Block& keys, int64_t j, const LanePlan& plan, const int16_t* query,
                            const int16_t* mantissa, int32_t* logits) {
@@ -229,11 +229,9 @@ inline void group_key_tile(const Block& keys, int64_t j, const LanePlan& plan, c
       const int16_t* m = mantissa + plan.group[2 * s + v] * kBlockTokens + j;
       I16 code[TOKENS];
       KVQ_UNROLL for (int t = 0; t < TOKENS; ++t) {
-        const I16 bytes = Codec4::load(row[t] + plan.offset[s]);
-        const I16 nibbles = v == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
-        const int16_t one = m[j + t < keys.tokens ? t : 0];
-        code[t] =
-            sub_i16(mul_i16(nibbles, set_i16(static_cast<int16_t>(2 * one))), set_i16(static_cast<int16_t>(15 * one)));
+        const uint8_t* bytes = row[t] + plan.offset[s];
+        const I16 levels = v == 0 ? low_levels(bytes) : high_levels(bytes);
+        code[t] = mul_i16(levels, set_i16(m[j + t < keys.tokens ? t : 0]));
       }
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
         const I16 x = load_i16(query + r * plan.width + (2 * s + v) * kLanes);
