@@ -11,6 +11,7 @@ from data import make
 from torch import Tensor
 
 from kvq_ops import SideFormat, get_format, reference
+from kvq_ops.format import LEVELS
 
 HEAD_DIMS = [8, 10, 16, 64, 80, 96, 100, 128, 256, 512, 1024]
 AFFINE = [SideFormat(bits, scheme) for scheme in ("kivi", "hq") for bits in (4, 8)]
@@ -62,15 +63,23 @@ def test_affine_channels():
 
 
 def test_groups():
-    """Midpoints 0.5, 1.5 ... times mantissa and unit. The first group needs 1 = 16 units of 2^-4 and is exact; the
-    second 3.2 units: of 4, 3 and 2 it is 3 that errs least (16, 5 and 162 in the sum of squares)."""
-    row = torch.tensor([7.5, -7.5, 0.5, -0.5, 1.5, -1.5, 0.5, -0.5])
+    """Levels times mantissa and unit. The first group needs 1 = 16 units of 2^-4 and is exact; the second 2.3 units:
+    with 3 of them it misses 288 and 96 units by 9 and 3, with 2 it misses 288 by 34."""
+    row = torch.tensor([127.0, -127, 6, -6, 18, -18, 6, -6])
     codes, scales = reference.quantize_groups(row, SideFormat(4, "g32"), False)
-    assert (reference.unpack(codes, 8)).tolist() == [7, -8, 0, -1, 7, -8, 2, -3]
-    assert codes.tolist() == [0xFF, 0x00, 0xA8, 0x57]
+    assert (reference.unpack(codes, 8)).tolist() == [7, -8, 0, -1, 6, -7, 2, -3]
+    assert codes.tolist() == [0xEF, 0x10, 0xA8, 0x57]
     assert scales.tolist() == [127 - 4, 15 | 2 << 4]
     back = reference.dequantize_groups(codes, scales, SideFormat(4, "g32"), 8, False)
-    assert back.tolist() == [7.5, -7.5, 0.5, -0.5, 22.5 / 16, -22.5 / 16, 7.5 / 16, -7.5 / 16]
+    assert back.tolist() == [127, -127, 6, -6, 297 / 16, -297 / 16, 93 / 16, -93 / 16]
+
+
+def test_levels():
+    """By hand; where two are as near, the upper one."""
+    assert LEVELS == (-127, -99, -78, -60, -45, -31, -18, -6, 6, 18, 31, 45, 60, 78, 99, 127)
+    row = torch.tensor([127.0, 113, 112.75, 12, 11.75, 0, -12, -12.25] + [99.0, 127] * 28)  # most of them exact
+    codes = reference.unpack(reference.quantize_groups(row, SideFormat(4, "g64"), False)[0], 64)
+    assert codes[:8].tolist() == [7, 7, 6, 1, 0, 0, -1, -2]
 
 
 def test_groups_of_eight_bits():
@@ -142,13 +151,18 @@ def test_half_a_step_of_groups(side, head_dim):
     codes, scales = reference.quantize_groups(x, side, False)
     error = reference.dequantize_groups(codes, scales, side, head_dim, False) - x
     unit = torch.exp2(scales[:, 0].float() - 127)
-    spans = side.groups(head_dim)
-    most = torch.stack([x[:, start:end].abs().amax(1) for start, end in spans], 1) / (side.limit + 0.5)
+    spans, levels = side.groups(head_dim), levels_of(side)
+    most = torch.stack([x[:, start:end].abs().amax(1) for start, end in spans], 1) / levels[-1]
     assert (most.amax(1) <= 16 * unit).all()
     assert (most.amax(1) > 8 * unit).all()
     for group, (start, end) in enumerate(spans):
-        step = unit * (most[:, group] / unit).ceil().clamp(min=1)
+        step = levels.diff().max() * unit * (most[:, group] / unit).ceil().clamp(min=1)
         assert (error[:, start:end].square().mean(1).sqrt() <= 0.5 * step).all()
+
+
+def levels_of(side: SideFormat) -> Tensor:
+    """What the codes of coding ``group`` stand for, from the least on."""
+    return torch.tensor(LEVELS, dtype=torch.float32) if side.bits == 4 else torch.arange(-128, 128) + 0.5
 
 
 @pytest.mark.parametrize("side", GROUPED, ids=name_of)
@@ -157,13 +171,14 @@ def test_the_best_of_three_mantissas(side):
     codes, scales = reference.quantize_groups(x, side, False)
     best = (reference.dequantize_groups(codes, scales, side, 128, False) - x).double().square()
     unit = torch.exp2(scales[:, :1].float() - 127)
+    levels = levels_of(side)
     for start, end in side.groups(128):
         z = x[:, start:end]
-        most = (z.abs().amax(1, keepdim=True) / (side.limit + 0.5) / unit).ceil().clamp(1, 16)
+        most = (z.abs().amax(1, keepdim=True) / levels[-1] / unit).ceil().clamp(1, 16)
         for less in range(3):
             step = (most - less).clamp(min=1) * unit
-            other = ((z / step - 0.5).round().clamp(-side.limit - 1, side.limit) + 0.5) * step
-            error = (other - z).double().square().sum(1)
+            nearest = (z[..., None] / step[..., None] - levels).abs().argmin(-1)
+            error = (levels[nearest] * step - z).double().square().sum(1)
             assert (best[:, start:end].sum(1) <= error * (1 + 1e-5)).all()
 
 
@@ -198,11 +213,11 @@ def test_any_finite_rows_dequantise_to_finite(name, head_dim):
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_numbers_below_the_normal_ones(name):
-    """Never further off than what they are, or half the least step of groups, which is 2^-126 and 4 times as much where
-    16 channels rotate."""
+    """Never further off than what they are, or the least level of groups, which is 6 times 2^-126, and 4 times as much
+    where 16 channels rotate."""
     rows = torch.tensor([1.0, 60, 100, 190, -3, 0, -0.0, 7]).repeat(150, 2) * SMALLEST
     for back in cache_of(name, rows, rows):
-        assert (back - rows).abs().max() <= 2 * 2.0**-126
+        assert (back - rows).abs().max() <= 24 * 2.0**-126
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

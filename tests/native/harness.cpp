@@ -190,7 +190,7 @@ void check_empty(const Shape& s, const Result& result, int64_t row) {
   if (result.lse[static_cast<size_t>(row)] != -HUGE_VALF) fail(s, "an empty sequence does not give lse -inf");
 }
 
-// Weights have 15 bits, 14 over 8-bit codes in groups; the least of a row is three times as far from it as its mean.
+// Weights have 15 bits, 14 over codes in groups; the least of a row is three times as far from it as its mean.
 double bound(const Shape& s, const kvq::CacheFormat& format) {
   const kvq::SideFormat& value = format.value;
   const bool token = value.coding == kvq::Coding::kToken, group = value.coding == kvq::Coding::kGroup;

@@ -135,7 +135,21 @@ inline float affine_scale(float low, float high, const SideFormat& format) {
 }
 
 // The mantissa of one group of a row divided by its unit, and its codes.
-inline int group_codes(const std::vector<float>& z, float most, int64_t width, int limit, std::vector<int>* codes) {
+inline float level(int code, int bits) {
+  constexpr float kTable[] = {6, 18, 31, 45, 60, 78, 99, 127};
+  if (bits == 8) return static_cast<float>(code) + 0.5f;
+  return code < 0 ? -kTable[-code - 1] : kTable[code];
+}
+
+// Of two levels that are as near the upper one; 8-bit levels are even steps, ties to even.
+inline int nearest_code(float x, int bits) {
+  if (bits == 8) return static_cast<int>(clamp(std::nearbyint(x - 0.5f), -128.0f, 127.0f));
+  int code = -8;
+  while (code < 7 && x - level(code, 4) >= level(code + 1, 4) - x) ++code;
+  return code;
+}
+
+inline int group_codes(const std::vector<float>& z, float most, int64_t width, int bits, std::vector<int>* codes) {
   float best = HUGE_VALF;
   int chosen = 0;
   for (int less = 0; less < 3; ++less) {
@@ -143,11 +157,10 @@ inline int group_codes(const std::vector<float>& z, float most, int64_t width, i
     std::vector<float> squares(static_cast<size_t>(width), 0.0f);
     std::vector<int> tried;
     for (size_t i = 0; i < z.size(); ++i) {
-      const float code =
-          clamp(std::nearbyint(z[i] / m - 0.5f), static_cast<float>(-limit - 1), static_cast<float>(limit));
-      const float error = (code + 0.5f) * m - z[i];
+      const int code = nearest_code(z[i] / m, bits);
+      const float error = level(code, bits) * m - z[i];
       squares[i] = error * error;
-      tried.push_back(static_cast<int>(code));
+      tried.push_back(code);
     }
     for (size_t n = squares.size() / 2; n > 0; n /= 2) {
       for (size_t i = 0; i < n; ++i) squares[i] += squares[i + n];
@@ -243,7 +256,8 @@ struct Side {
     int64_t g = 0;
     while (d >= all[static_cast<size_t>(g)].start + all[static_cast<size_t>(g)].size) ++g;
     const int pair = scales.row(b, h, 1 + g / 2)[t];
-    return (code + 0.5) * ((g % 2 ? pair >> 4 : pair & 15) + 1) * std::ldexp(1.0, scales.row(b, h, 0)[t] - 127);
+    return level(code, format.bits) * ((g % 2 ? pair >> 4 : pair & 15) + 1) *
+           std::ldexp(1.0, scales.row(b, h, 0)[t] - 127);
   }
 
   // Token t of a sequence of `length` tokens as attend reads it.
@@ -281,7 +295,7 @@ struct Side {
     for (const Span& span : all) {
       float most = 0.0f;
       for (int64_t i = 0; i < span.size; ++i) most = std::fmax(most, std::fabs(x[static_cast<size_t>(span.start + i)]));
-      wanted.push_back(most / (static_cast<float>(format.limit()) + 0.5f));
+      wanted.push_back(most / level(format.limit(), format.bits));
     }
     // The least power of two for which no group needs more than 16 times it.
     int exponent = 1;
@@ -294,7 +308,7 @@ struct Side {
       std::vector<int> chosen;
       for (int64_t i = 0; i < all[g].size; ++i) z.push_back(x[static_cast<size_t>(all[g].start + i)] / unit);
       const float most = clamp(std::ceil(wanted[g] / unit), 1.0f, 16.0f);
-      const int mantissa = group_codes(z, most, format.group, format.limit(), &chosen);
+      const int mantissa = group_codes(z, most, format.group, format.bits, &chosen);
       for (int64_t i = 0; i < all[g].size; ++i) {
         set_code(codes.row(b, h, t), format.bits, head_dim, all[g].start + i, chosen[static_cast<size_t>(i)]);
       }
