@@ -5,12 +5,14 @@
 
 from kvq_ops.cache import QuantizedKVCache
 from kvq_ops.format import FORMATS, CacheFormat, SideFormat, get_format
+from kvq_ops.integrations.package import PACKAGE_METADATA, check_package
 from kvq_ops.integrations.rewrite import AttentionReport, RewriteReport, quantize_kv_storage
 from kvq_ops.native import library_path
 from kvq_ops.ops import append, attend, cpu_isa
 
 __all__ = [
     "FORMATS",
+    "PACKAGE_METADATA",
     "AttentionReport",
     "CacheFormat",
     "QuantizedKVCache",
@@ -18,6 +20,7 @@ __all__ = [
     "SideFormat",
     "append",
     "attend",
+    "check_package",
     "cpu_isa",
     "get_format",
     "library_path",

@@ -7,17 +7,22 @@ so they trace with symbolic sizes; what needs the data (lengths against capacity
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvq_ops.format import MAX_HEAD_DIM, MAX_TOKENS, MIN_HEAD_DIM, CacheFormat, Part, get_format
 
 __all__ = ["append", "attend", "cache_format", "cache_sizes", "reorder_index", "state", "truncate_lengths"]
 
+DEBUG = os.environ.get("KVQ_DEBUG") == "1"
+"""Whether tracing also looks for what is right but slow."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 STATE_VERSION = 1
 MAX_SCALE = torch.finfo(torch.float32).max
@@ -131,6 +136,19 @@ def _no_overlap(op: str, given: dict[str, Tensor | None]) -> None:
                 _fail(op, name, "not overlap itself", f"strides {_shape(part.stride())}")
 
 
+def _warn_of_views(op: str, given: dict[str, Tensor | None]) -> None:
+    """torch.compile copies what it cannot write in place: slices of one tensor that are made inside the graph, and
+    views from outside whose memory interleaves. Which views it can, depends on torch; a tensor of its own is safe."""
+    for name, part in given.items():
+        if part is not None and statically_known_true(part.untyped_storage().nbytes() > part.nbytes):
+            nbytes = part.untyped_storage().nbytes()
+            warnings.warn(
+                f"{op}: {name} is a view: {part.nbytes} of the {nbytes} bytes of a storage. torch.compile may copy all "
+                "of it in every step; keep one tensor for each part and layer, as QuantizedKVCache does",
+                stacklevel=2,
+            )
+
+
 def _arguments(*tensors: Tensor | None) -> dict[str, Tensor | None]:
     names = ["key_codes", "key_scales", "value_codes", "value_scales", "lengths"]
     names += ["key_zeros", "value_zeros", "key_full", "value_full"]
@@ -168,6 +186,8 @@ def append(
     _parts(op, cache, format, key, key.shape[1], given)
     _full_dtype(op, given, key)
     _no_overlap(op, given)
+    if DEBUG:
+        _warn_of_views(op, given)
 
 
 def attend(

@@ -34,6 +34,7 @@ __all__ = [
     "MAX_TOKENS",
     "MIN_HEAD_DIM",
     "NIBBLE_BLOCK",
+    "SCHEMA_VERSION",
     "SCHEMES",
     "CacheFormat",
     "Part",
@@ -41,6 +42,8 @@ __all__ = [
     "get_format",
 ]
 
+SCHEMA_VERSION = 1
+"""Of the ops' schemas and of the bytes: rises with every change of either, and travels in compiled models."""
 MIN_HEAD_DIM = 8
 MAX_HEAD_DIM = 1024
 MAX_TOKENS = 2**31 - 1

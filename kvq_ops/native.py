@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 
+from kvq_ops.format import SCHEMA_VERSION
+
 __all__ = ["LIBRARY", "MIN_TORCH", "library_path", "load"]
 
 LIBRARY = "_kvq_ops.abi3.so"
 MIN_TORCH = (2, 11)
 """The stable ABI that the library is built for; csrc/CMakeLists.txt sets the same."""
 
-_OPS = ("append", "attend", "attend_lse", "cpu_isa")
+_OPS = ("append", "attend", "attend_lse", "cpu_isa", "schema_version")
 _BUILD = "with torch installed, run `make build` in the checkout, or `pip install --no-build-isolation .` there"
 _MACHINES = {"x86_64": 62, "aarch64": 183}
 """``e_machine`` in the header of a 64-bit ELF file by what ``platform.machine()`` says."""
@@ -54,6 +56,9 @@ def load() -> Path:
     absent = [f"kvq::{name}" for name in _OPS if not hasattr(torch.ops.kvq, name)]
     if absent:
         raise _error([path], f"a library of another version, without {', '.join(absent)}", _BUILD)
+    version = torch.ops.kvq.schema_version()
+    if version != SCHEMA_VERSION:
+        raise _error([path], f"a library of schema version {version}; these sources are of {SCHEMA_VERSION}", _BUILD)
     return path
 
 

@@ -9,45 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_llama import MAX_TOKENS, prompt, tiny
 from torch import Tensor
 
 from examples import demo, quality
-from examples.llama import PLAIN, Llama, LlamaConfig
+from examples.llama import PLAIN, Llama
 from examples.metrics import BARS, ROWS, Estimate, Quality, change, check, compare, losses, mean, perplexity
-from examples.reading import RECALL_DISTANCE, RECALL_START, RECALL_TOKENS, chunks, prefill, read
+from examples.reading import RECALL_DISTANCE, RECALL_START, chunks, prefill, read
 from examples.smollm2 import from_transformers, packaged_file
 from kvq_ops import FORMATS, get_format
 
-TINY = LlamaConfig(
-    vocab_size=96,
-    hidden_size=96,
-    intermediate_size=80,
-    layers=2,
-    heads_q=6,
-    heads_kv=2,
-    head_dim=16,
-    max_positions=RECALL_DISTANCE + RECALL_TOKENS,
-)
-MAX_TOKENS = 160
 PUBLISHED = {"int8": 1.0e-2, "int4": 1.8e-1}
 """Relative L2 error of attention over N(0, 1), which the residual stream of a model dilutes."""
 ROUNDING = {PLAIN: 2e-6, 8: 1e-3, 4: 1.8e-2}
 """Between two orders of the same sums: fp32, and a few codes that lay on the edge and fell to the other side."""
-
-
-def tiny(format: str, batch: int = 1) -> Llama:
-    torch.manual_seed(0)
-    model = Llama(TINY).requires_grad_(False)
-    model.embed_tokens.weight.mul_(0.02)  # else a tied model repeats its last token
-    for layer in model.layers:  # keys and values of order 1
-        for weight in layer.self_attn.parameters():
-            weight.normal_(std=weight.size(1) ** -0.5)
-    model.setup_caches(batch, MAX_TOKENS, format)
-    return model
-
-
-def prompt(tokens: int, batch: int = 1) -> Tensor:
-    return torch.randint(TINY.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def logits_in_chunks(model: Llama, tokens: Tensor, *chunks: int) -> Tensor:

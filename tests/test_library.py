@@ -18,6 +18,7 @@ from kvq_ops.native import LIBRARY, MIN_TORCH, file_problem, library_path, torch
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "FORMATS",
+    "PACKAGE_METADATA",
     "AttentionReport",
     "CacheFormat",
     "QuantizedKVCache",
@@ -25,6 +26,7 @@ PUBLIC = [
     "SideFormat",
     "append",
     "attend",
+    "check_package",
     "cpu_isa",
     "get_format",
     "library_path",
@@ -186,5 +188,5 @@ def test_library_of_another_version(bare_package):
         text=True,
         check=True,
     )
-    ops = "kvq::append, kvq::attend, kvq::attend_lse, kvq::cpu_isa"
+    ops = "kvq::append, kvq::attend, kvq::attend_lse, kvq::cpu_isa, kvq::schema_version"
     assert import_error(bare_package) == message(bare_package, f"a library of another version, without {ops}")

@@ -16,6 +16,7 @@ SCHEMAS = {
     "attend": f"kvq::attend(Tensor query, {PARTS}, str format, float? scale=None, {MORE}) -> Tensor",
     "attend_lse": f"kvq::attend_lse(Tensor query, {PARTS}, str format, float? scale=None, {MORE}) -> (Tensor, Tensor)",
     "cpu_isa": "kvq::cpu_isa() -> str",
+    "schema_version": "kvq::schema_version() -> int",
 }
 
 

@@ -18,12 +18,18 @@ STABLE_TORCH_LIBRARY(kvq, m) {
       "Tensor lengths, str format, float? scale=None, Tensor? key_zeros=None, Tensor? value_zeros=None, "
       "Tensor? key_full=None, Tensor? value_full=None) -> (Tensor, Tensor)");
   m.def("cpu_isa() -> str");
+  m.def("schema_version() -> int");
 }
 
 namespace {
 
 std::string cpu_isa() {
   return kvq::kernels().name;
+}
+
+// SCHEMA_VERSION of format.py: compiled models carry the number that they were made with.
+int64_t schema_version() {
+  return 1;
 }
 
 }  // namespace
@@ -36,4 +42,5 @@ STABLE_TORCH_LIBRARY_IMPL(kvq, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(kvq, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("schema_version", TORCH_BOX(&schema_version));
 }
