@@ -128,7 +128,7 @@ def generate(step: Step, prompt: Tensor, tokens: int, fed: Tensor | None = None)
     """Greedy decoding of ``tokens`` tokens after ``prompt`` [batch, n], both one by one; ``fed`` [batch, tokens] goes
     in instead of what was chosen, so that one near tie does not make all that follows another text."""
     given = prompt if fed is None else torch.cat([prompt, fed], dim=1)
-    position, rows, begin = torch.zeros(1, dtype=torch.int64), [], 0.0
+    position, rows, begin = torch.zeros(1, dtype=torch.int64, device=prompt.device), [], 0.0
     token = given[:, :1]
     for index in range(prompt.size(1) + tokens - 1):
         if index == prompt.size(1) - 1:

@@ -82,7 +82,7 @@ def largest_allocation(code: str) -> int:
     return max((math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes), default=0)
 
 
-# ----------------------------------------------------------------------------------------------- how a model holds caches
+# --------------------------------------------------------------------------------------------- how a model holds caches
 
 
 class Buffers(nn.Module):
@@ -162,7 +162,7 @@ def test_arguments_compile_once() -> None:
     assert counter.frame_count == 1
 
 
-# ------------------------------------------------------------------------------------------------------ order and copies
+# ----------------------------------------------------------------------------------------------------- order and copies
 
 
 def test_appends_between_attends_of_other_caches_keep_their_order() -> None:
