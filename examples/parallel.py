@@ -17,7 +17,7 @@ from examples.export_aoti import DecodeStep, generate
 from examples.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(
-    vocab_size=512, hidden_size=256, intermediate_size=512, layers=4, heads_q=8, heads_kv=4, head_dim=32
+    vocab_size=512, hidden_size=256, intermediate_size=512, layers=2, heads_q=8, heads_kv=4, head_dim=32
 )
 PROMPT = torch.tensor([[3, 141, 59, 26, 53, 58]])
 MAX_TOKENS = 256

@@ -136,17 +136,24 @@ def _no_overlap(op: str, given: dict[str, Tensor | None]) -> None:
                 _fail(op, name, "not overlap itself", f"strides {_shape(part.stride())}")
 
 
+def _nbytes(part: Tensor) -> int:
+    return part.numel() * part.element_size()  # Tensor.nbytes takes no symbolic sizes
+
+
 def _warn_of_views(op: str, given: dict[str, Tensor | None]) -> None:
-    """torch.compile copies what it cannot write in place: slices of one tensor that are made inside the graph, and
-    views from outside whose memory interleaves. Which views it can, depends on torch; a tensor of its own is safe."""
-    for name, part in given.items():
-        if part is not None and statically_known_true(part.untyped_storage().nbytes() > part.nbytes):
-            nbytes = part.untyped_storage().nbytes()
-            warnings.warn(
-                f"{op}: {name} is a view: {part.nbytes} of the {nbytes} bytes of a storage. torch.compile may copy all "
-                "of it in every step; keep one tensor for each part and layer, as QuantizedKVCache does",
-                stacklevel=2,
-            )
+    """Of views of one storage torch.compile writes some in place and copies others, by how their memory lies and what
+    else the graph does; a tensor of its own it never copies for that."""
+    found = [
+        f"{name} ({_nbytes(part)} of {part.untyped_storage().nbytes()} bytes)"
+        for name, part in given.items()
+        if part is not None and statically_known_true(part.untyped_storage().nbytes() > _nbytes(part))
+    ]
+    if found:
+        warnings.warn(
+            f"{op}: views of a larger storage: {', '.join(found)}. torch.compile may copy all of it in every step; "
+            "keep one tensor for each part and layer, as QuantizedKVCache does",
+            stacklevel=2,
+        )
 
 
 def _arguments(*tensors: Tensor | None) -> dict[str, Tensor | None]:

@@ -202,10 +202,23 @@ def test_deepcopy_of_a_compiled_module() -> None:
 # -------------------------------------------------------------------------------------------- layouts that torch copies
 
 
-def sliced_inside(x: Tensor, stacked: Parts) -> Tensor:
-    for index in range(2):
-        x = layer(x, {name: part[index] for name, part in stacked.items()}, "int8")
+# Rows that do not depend on what was read before leave torch free to move reads past writes, which costs it copies.
+# In a model they do depend, all but those of views that come with rows from elsewhere.
+
+
+def independent(x: Tensor, caches: list[Parts], rows: Tensor) -> Tensor:
+    for parts in caches:
+        kvq_ops.append(**parts, key=rows, value=rows, format="int8")
+        x = x + kvq_ops.attend(x, **parts, format="int8")
     return x
+
+
+def sliced_inside(x: Tensor, stacked: Parts, rows: Tensor) -> Tensor:
+    return independent(x, [{name: part[index] for name, part in stacked.items()} for index in range(2)], rows)
+
+
+def written_again(x: Tensor, parts: Parts, rows: Tensor) -> Tensor:
+    return independent(x, [parts, parts], rows)
 
 
 def stacked() -> Parts:
@@ -214,35 +227,27 @@ def stacked() -> Parts:
 
 def interleaved() -> list[Parts]:
     """Layers as the second dimension: no element is shared, but the memory of one lies between that of the other."""
-    both = {name: torch.stack([part, part], 1) for name, part in fresh_parts("int8").items()}
-    return [{name: part[:, index] for name, part in both.items()} for index in range(2)]
-
-
-def write_again(x: Tensor, parts: Parts, rows: Tensor) -> Tensor:
-    """Reads, then writes rows that do not depend on what was read."""
-    for _ in range(2):
-        kvq_ops.append(**parts, key=rows, value=rows, format="int8")
-        x = x + kvq_ops.attend(x, **parts, format="int8")
-    return x
+    codes = torch.zeros(BATCH, 2, HEADS_KV, MAX_TOKENS, HEAD_DIM, dtype=torch.int8)
+    return [fresh_parts("int8") | {"key_codes": codes[:, index]} for index in range(2)]
 
 
 def copying(which: str) -> tuple[Callable[..., Tensor], list[object]]:
+    rows = torch.randn(BATCH, HEADS_KV, 1, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     if which == "sliced inside":
-        return sliced_inside, [stacked()]
+        return sliced_inside, [stacked(), rows]
     if which == "interleaved":
-        return through_arguments("int8")[0], [interleaved()]
-    return write_again, [fresh_parts("int8"), torch.randn(BATCH, HEADS_KV, 1, HEAD_DIM)]
+        return independent, [interleaved(), rows]
+    return written_again, [fresh_parts("int8"), rows]
 
 
 @pytest.mark.parametrize("which", ["sliced inside", "interleaved", "written again"])
 def test_torch_copies_these(which: str) -> None:
-    """What docs/deploy.md advises against; where torch learns to do without, this fails and the advice can go. Right
-    they are all the same."""
+    """What docs/deploy.md advises against; where torch learns to do without, this fails and the advice can go. The
+    results are right all the same."""
     function, arguments = copying(which)
     assert largest_allocation(code_of(function, x(), *arguments)) >= CACHE
     torch._dynamo.reset()
     (_, compiled), (_, eager) = copying(which), copying(which)
-    compiled[1:] = eager[1:]
     fast = torch.compile(function, fullgraph=True)
     for _ in range(2):
         assert torch.equal(fast(x(), *compiled), function(x(), *eager))
@@ -252,7 +257,7 @@ def test_torch_copies_these(which: str) -> None:
 def test_debug_finds_views(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DEBUG", True)
     function, arguments = copying(which)
-    with pytest.warns(UserWarning, match=r"^kvq::append: key_codes is a view: 1048576 of the 2097152 bytes of a stor"):
+    with pytest.warns(UserWarning, match=r"^kvq::append: views of a larger storage: key_codes \(1048576 of 20971"):
         torch.compile(function, fullgraph=True, backend="eager")(x(), *arguments)
 
 
