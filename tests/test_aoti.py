@@ -242,18 +242,82 @@ def test_older_package_is_refused_by_name(package, tmp_path: Path) -> None:
 
 LOAD = """
 import sys, torch
-if sys.argv[2:] == ["with"]:
+if sys.argv[3:] == ["with"]:
     import kvq_ops
-package = torch._inductor.aoti_load_package(sys.argv[1])
+if sys.argv[1] == "package":
+    torch._inductor.aoti_load_package(sys.argv[2])
+else:
+    torch.export.load(sys.argv[2])
 """
 
 
-def test_package_without_the_library(package) -> None:
-    """The words of docs/deploy.md."""
-    alone = run_python(LOAD, str(package("inputs")))
+def check_load(kind: str, path: Path, said: str) -> None:
+    """A fresh process loads it with kvq_ops imported, and says what docs/deploy.md says without."""
+    alone = run_python(LOAD, kind, str(path))
     assert alone.returncode == 1
-    assert "Could not find schema for kvq::append" in alone.stderr
-    assert run_python(LOAD, str(package("inputs")), "with").returncode == 0
+    assert said in alone.stderr
+    assert said in (ROOT / "docs/deploy.md").read_text()
+    together = run_python(LOAD, kind, str(path), "with")
+    assert together.returncode == 0, together.stderr
+
+
+def test_package_without_the_library(package) -> None:
+    check_load("package", package("inputs"), "Could not find schema for kvq::append")
+
+
+def test_export_save_and_load(tmp_path: Path) -> None:
+    """Round trip, the version with it; an older one is refused by name."""
+    model, given, path = mixed(1), prompt(PROMPT), tmp_path / "step.pt2"
+    torch.export.save(export_step(model, 1, "buffers"), path, extra_files=dict(kvq_ops.PACKAGE_METADATA))
+    metadata = dict.fromkeys(kvq_ops.PACKAGE_METADATA, "")
+    loaded = torch.export.load(path, extra_files=metadata)
+    kvq_ops.check_package(metadata)
+    got, want = generate(loaded.module(), given, STEPS), generate(DecodeStep(model), given, STEPS)
+    assert torch.equal(got.tokens, want.tokens)
+    assert relative_error(got.logits, want.logits) < 1e-6
+    check_load("exported", path, "We failed to resolve torch.ops.kvq.append.default to an operator")
+    torch.export.save(loaded, path, extra_files={"kvq_ops.schema_version": "0"})
+    torch.export.load(path, extra_files=metadata)
+    with pytest.raises(RuntimeError, match=r"^package: kvq_ops.schema_version must be 1, got 0"):
+        kvq_ops.check_package(metadata)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "got"),
+    [({}, "nothing"), ({"kvq_ops.schema_version": "2"}, "2"), ({"kvq_ops.schema_version": b"0"}, "0")],
+)
+def test_check_package_refuses(metadata: dict[str, str | bytes], got: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"^package: kvq_ops.schema_version must be 1, got {got}: export and compile"
+    ):
+        kvq_ops.check_package(metadata)
+    kvq_ops.check_package({"kvq_ops.schema_version": "1", "other": "x"})
+
+
+COMPILE = """
+import sys, torch
+from torch._dynamo.utils import counters
+from kvq_ops import QuantizedKVCache
+
+@torch.compile(fullgraph=True)
+def step(cache, rows, query):
+    cache.append(rows, rows * 2)
+    return cache.attend(query * 2) + 1
+
+with torch.no_grad():
+    cache = QuantizedKVCache(1, 2, 64, 256, format="int4_hq", dtype=torch.float32)
+    step(cache, torch.ones(1, 2, 64), torch.ones(1, 4, 64))
+names = ("fxgraph_cache_miss", "fxgraph_cache_hit", "fxgraph_cache_bypass")
+aot = ("autograd_cache_miss", "autograd_cache_hit", "autograd_cache_bypass")
+print([counters["inductor"][name] for name in names], [counters["aot_autograd"][name] for name in aot])
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """Misses, hits and bypasses of Inductor's and of AOTAutograd's caches in one folder."""
+    first, second = (run_python(COMPILE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert first.stdout == "[1, 0, 0] [1, 0, 0]\n", first.stderr
+    assert second.stdout == "[0, 1, 0] [0, 1, 0]\n", second.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------- real model

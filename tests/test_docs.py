@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import many_devices
 from examples.metrics import BARS
 from kvq_ops import FORMATS, get_format
 
@@ -72,8 +73,31 @@ def test_names_are_formats() -> None:
     assert set(BARS) <= set(FORMATS)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/formats.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "CONTRIBUTING.md", "docs/deploy.md", "docs/formats.md", "docs/many_devices.md"]
+)
 def test_links_lead_somewhere(path: str) -> None:
     here = (ROOT / path).parent
     links = re.findall(r"\]\(([^)#:]+)[^):]*\)", (ROOT / path).read_text())
     assert [link for link in links if not (here / link).exists()] == []
+
+
+def test_many_devices_is_up_to_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert many_devices.main([]) == 0
+    page = tmp_path / "page.md"
+    page.write_text(many_devices.PAGE.read_text().replace("| 16 bits | 40.00 |", "| 16 bits | 41.00 |"))
+    monkeypatch.setattr(many_devices, "PAGE", page)
+    assert many_devices.main([]) == 1
+    assert many_devices.main(["--write"]) == 0
+    assert many_devices.main([]) == 0
+
+
+def test_facts_of_many_devices() -> None:
+    """80 layers, 8 KV heads of 128: 264 bytes a token and head in int8, 512 in 16 bits, by hand."""
+    tokens = 131072
+    model, int8 = many_devices.MODEL, get_format("int8")
+    assert many_devices.plain_bytes(model, 8, tokens) == 80 * 8 * 512 * tokens
+    assert many_devices.quantized_bytes(model, int8, 1, tokens) == 80 * (264 * tokens + 4)
+    assert many_devices.share(tokens) == tokens // 8 + 1
+    assert many_devices.share(64 * 8 + 1) == 2 * 64 + 1
+    assert many_devices.merge_bytes(model) == (64 * 4 * 130, 80 * 64 * 4 * 130)
