@@ -230,15 +230,15 @@ def append_kernel(
             advance(lengths, b, start, tokens, max_tokens)
     elif KEY_CODING == CHANNEL:
         chunks: tl.constexpr = (HEAD_DIM + 63) // 64
-        i = part - row_programs
-        chunk, h, block = i % chunks, (i // chunks % heads_kv).to(tl.int64), i // chunks // heads_kv
+        piece = part - row_programs
+        chunk, head, block = piece % chunks, (piece // chunks % heads_kv).to(tl.int64), piece // chunks // heads_kv
         end = tl.minimum(start + tokens, max_tokens.to(tl.int64))
         block += tl.maximum(start - SINKS, 0) // KEY_BLOCK
         if (SINKS + (block + 1) * KEY_BLOCK) <= end:
             freeze(
-                key + b * key_b + h * key_h, key_t, key_d, key_codes + b * kc_b + h * kc_h, kc_n,
-                key_scales + b * ks_b + h * ks_h, ks_n, key_zeros + b * kz_b + h * kz_h, kz_n,
-                key_full + b * kf_b + h * kf_h, kf_n, start, block, chunk, True,
+                key + b * key_b + head * key_h, key_t, key_d, key_codes + b * kc_b + head * kc_h, kc_n,
+                key_scales + b * ks_b + head * ks_h, ks_n, key_zeros + b * kz_b + head * kz_h, kz_n,
+                key_full + b * kf_b + head * kf_h, kf_n, start, block, chunk, True,
                 HEAD_DIM, KEY_BITS, KEY_BLOCK, SINKS, NARROW,
             )  # fmt: skip
 

@@ -483,14 +483,14 @@ def combine_kernel(
     channel = tl.arange(0, WIDTH)
     acc = tl.zeros([WIDTH], tl.float32)
     for start in range(0, live, STEP):
-        split = start + tl.arange(0, STEP)
-        at = row * splits + split
-        weight = tl.exp2(tl.load(stats + 2 * at, mask=split < live, other=float("-inf")) - base)
-        there = (split < live)[:, None] & (channel < HEAD_DIM)[None, :]
-        x = tl.load(partial + at[:, None] * HEAD_DIM + channel[None, :], mask=there, other=0.0)
+        some = start + tl.arange(0, STEP)
+        those = row * splits + some
+        weight = tl.exp2(tl.load(stats + 2 * those, mask=some < live, other=float("-inf")) - base)
+        there = (some < live)[:, None] & (channel < HEAD_DIM)[None, :]
+        x = tl.load(partial + those[:, None] * HEAD_DIM + channel[None, :], mask=there, other=0.0)
         acc += tl.sum(weight[:, None] * x, 0)
-    some = total != 0
-    acc = tl.where(some, tl.div_rn(acc, tl.where(some, total, 1.0)), 0.0)
+    seen = total != 0
+    acc = tl.where(seen, tl.div_rn(acc, tl.where(seen, total, 1.0)), 0.0)
     codec.store_floats(out + row * HEAD_DIM + channel, acc, channel < HEAD_DIM)
     if LSE:
-        tl.store(lse + row, tl.where(some, most * LN2 + tl.log(total), float("-inf")))
+        tl.store(lse + row, tl.where(seen, most * LN2 + tl.log(total), float("-inf")))

@@ -20,8 +20,10 @@ def load_floats(pointers, mask):
     """fp32 of fp32, fp16 or bf16. bf16 by its bits: exact, no conversion, and Triton's interpreter can do it."""
     if pointers.dtype.element_ty == tl.bfloat16:
         bits = tl.load(pointers.to(tl.pointer_type(tl.int16)), mask=mask, other=0)
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -52,12 +54,15 @@ def halves(byte, HEAD_DIM: tl.constexpr, NIBBLES: tl.constexpr):
     """Channels of the low and the high half at some columns. With NIBBLES those of a byte's two nibbles: what is left
     over after blocks of 64 is cut in the middle. Else always 32 and the rest."""
     block = byte // 32
-    if NIBBLES:
-        middle = tl.minimum(HEAD_DIM - 64 * block, 64) // 2
-        low, there = 64 * block + byte % 32, byte < HEAD_DIM // 2
-        return tl.where(there, low, HEAD_DIM), tl.where(there, low + middle, HEAD_DIM)
     low = 64 * block + byte % 32
-    return tl.minimum(low, HEAD_DIM), tl.minimum(low + 32, HEAD_DIM)
+    if NIBBLES:
+        there = byte < HEAD_DIM // 2
+        high = tl.where(there, low + tl.minimum(HEAD_DIM - 64 * block, 64) // 2, HEAD_DIM)
+        low = tl.where(there, low, HEAD_DIM)
+    else:
+        high = tl.minimum(low + 32, HEAD_DIM)
+        low = tl.minimum(low, HEAD_DIM)
+    return low, high
 
 
 @triton.jit
@@ -77,9 +82,11 @@ def channels(PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_
     """The channel of each column of a plane, int32 [columns]."""
     column = tl.arange(0, COLUMNS)
     if BITS == 8:
-        return tl.minimum(2 * column + PLANE if WORDS else column, HEAD_DIM)
-    low, high = halves(2 * column + PLANE // 2 if WORDS else column, HEAD_DIM, True)
-    return high if PLANE % 2 else low
+        channel = tl.minimum(2 * column + PLANE if WORDS else column, HEAD_DIM)
+    else:
+        low, high = halves(2 * column + PLANE // 2 if WORDS else column, HEAD_DIM, True)
+        channel = high if PLANE % 2 else low
+    return channel
 
 
 @triton.jit
@@ -100,10 +107,12 @@ def decode(x, PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr):
     if WORDS and PLANE * BITS >= 8:
         word = word >> 8
     if BITS == 8:
-        return ((word & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
-    if PLANE % 2 == 0:
-        return ((word & 0x0F) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    return ((word & 0xF0) | 0x6400).to(tl.float16, bitcast=True) * 0.0625 - 72.0
+        code = ((word & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    elif PLANE % 2 == 0:
+        code = ((word & 0x0F) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    else:
+        code = ((word & 0xF0) | 0x6400).to(tl.float16, bitcast=True) * 0.0625 - 72.0
+    return code
 
 
 @triton.jit
@@ -149,13 +158,16 @@ def assemble(
     p0, p1, p2, p3, ROWS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """Planes [rows, columns] to rows in the order of channels, [rows, 64 * BLOCKS]."""
-    if BITS == 8:
-        return tl.reshape(tl.join(p0, p1), [ROWS, 64 * BLOCKS]) if WORDS else p0
-    low, high = p0, p1
-    if WORDS:
-        low = tl.reshape(tl.join(p0, p2), [ROWS, 32 * BLOCKS])
-        high = tl.reshape(tl.join(p1, p3), [ROWS, 32 * BLOCKS])
-    return from_halves(low, high, ROWS, HEAD_DIM, BLOCKS, True)
+    rows = p0
+    if BITS == 4:
+        low, high = p0, p1
+        if WORDS:
+            low = tl.reshape(tl.join(p0, p2), [ROWS, 32 * BLOCKS])
+            high = tl.reshape(tl.join(p1, p3), [ROWS, 32 * BLOCKS])
+        rows = from_halves(low, high, ROWS, HEAD_DIM, BLOCKS, True)
+    elif WORDS:
+        rows = tl.reshape(tl.join(p0, p1), [ROWS, 64 * BLOCKS])
+    return rows
 
 
 @triton.jit

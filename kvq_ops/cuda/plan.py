@@ -75,7 +75,8 @@ def attend_plan(format: CacheFormat, head_dim: int, rows: int) -> AttendPlan:
     if format.key.key_block:
         tokens = min(tokens, format.key.key_block)
     tile = 16 if rows <= 16 or wide > 256 else 32
-    return AttendPlan(tile, tokens, 8 if wide > 256 else 4, 3 if wide <= 256 else 2)
+    warps = 8 if wide > (128 if format.key.key_block else 256) else 4
+    return AttendPlan(tile, tokens, warps, 3 if wide <= 256 else 2)
 
 
 def splits(programs: int, max_tokens: int, tokens: int, multiprocessors: int) -> int:
