@@ -1,4 +1,4 @@
-"""The ops: loads the library, registers fakes and what gradients do, and wraps each op with types.
+"""The ops: loads the library, registers fakes, CUDA and what gradients do, and wraps each op with types.
 
 ``torch.ops.kvq.*`` are the same ops without the wrappers. Every cache tensor is written in place; parts and shapes
 are as ``kvq_ops.format`` says.
@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from kvq_ops import meta, native
+from kvq_ops import cuda, meta, native
 
 __all__ = ["append", "attend", "cpu_isa"]
 
@@ -52,8 +52,18 @@ def _refuse_gradient(op: Any) -> None:
     _LIBRARY.impl(op, autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
+def _register_fake(fake: Any) -> None:
+    def traced(*arguments: Any) -> Any:
+        if arguments[0].device.type == "cuda":
+            cuda.prepare()
+        return fake(*arguments)
+
+    torch.library.register_fake(f"kvq::{fake.__name__}", traced)
+
+
 for _fake in (meta.append, meta.attend, meta.attend_lse):
-    torch.library.register_fake(f"kvq::{_fake.__name__}", _fake)
+    _register_fake(_fake)
+cuda.register(_LIBRARY, {"append": _APPEND, "attend": _ATTEND, "attend_lse": _ATTEND_LSE})
 for _op in (_ATTEND, _ATTEND_LSE):
     _refuse_gradient(_op)
 
@@ -77,7 +87,7 @@ def append(
     Row t of sequence b goes to position ``lengths[b] + t``; then lengths, int32 [B], grows by T. The parts, codes
     [B, Hkv, N, row bytes] and what else the format has, are as ``get_format(format).parts`` says; rows in full
     precision (``key_full``, ``value_full``) have the dtype of key. Past the capacity N the CPU raises and writes
-    nothing."""
+    nothing; CUDA, which reads no lengths on the host, writes the rows that fit and leaves lengths at N + 1."""
     _APPEND(
         key_codes,
         key_scales,

@@ -93,10 +93,10 @@ def code_groups(
         wanted_high = wanted_low
     widest = tl.maximum(tl.max(wanted_low, 1), tl.max(wanted_high, 1))
     usable = finite & (widest != 0)
-    exponent, unit = quantize.row_unit(widest)
+    exponent, inverse = quantize.row_unit(widest)
     low_channel, high_channel = codec.halves(byte, HEAD_DIM, NIBBLES)
     m_low, m_high = quantize.mantissas(
-        low, high, low_channel < HEAD_DIM, high_channel < HEAD_DIM, unit, wanted_low, wanted_high, ROWS, BLOCKS, BITS,
+        low, high, low_channel < HEAD_DIM, high_channel < HEAD_DIM, inverse, wanted_low, wanted_high, ROWS, BLOCKS, BITS,
         GROUP_SIZE,
     )  # fmt: skip
     exponent = tl.where(finite, tl.where(widest != 0, exponent, 0), 255)
@@ -106,8 +106,8 @@ def code_groups(
     if GROUP_SIZE == 64 and HEAD_DIM % 64:
         low, high = load_halves(x, row, stride, valid, byte, HEAD_DIM, True)
         low, high, finite = quantize.usable_rows(low, high, quantize.ABSMAX_LIMIT)
-    low_code = quantize.group_codes(low, unit, m_low, usable, ROWS, BLOCKS, LIMIT)
-    high_code = quantize.group_codes(high, unit, m_high, usable, ROWS, BLOCKS, LIMIT)
+    low_code = quantize.group_codes(low, inverse, m_low, usable, ROWS, BLOCKS, LIMIT)
+    high_code = quantize.group_codes(high, inverse, m_high, usable, ROWS, BLOCKS, LIMIT)
     codec.store_codes(codes, byte, low_code, high_code, valid[:, None], HEAD_DIM, BITS)
 
 

@@ -75,7 +75,7 @@ def append(
     chunks = heads_kv * _cdiv(head_dim, 64) * _cdiv(tokens, side.key_block) if side.key_block else 0
     alone = row_programs == 1 and not side.key_block
     parts = [key_codes, key_scales, key_zeros, key_full, value_codes, value_scales, value_zeros, value_full]
-    pointers = [lengths if part is None else part for part in parts]
+    pointers = [key if part is None else part for part in parts]  # not lengths: it is written
     strides = [*key.stride(), *value.stride(), *(stride for part in parts for stride in _strides(part))]
     programs = row_programs + chunks
     sizes = [heads_kv, tokens, max_tokens, row_programs, programs]
@@ -84,7 +84,7 @@ def append(
         _launch(append_kernel, batch * programs, key, value, *pointers, lengths, *strides, *sizes, **constants)
     if alone:
         return
-    keys = [key, lengths if key_full is None else key_full, lengths, *key.stride(), *_strides(key_full)]
+    keys = [key, key if key_full is None else key_full, lengths, *key.stride(), *_strides(key_full)]
     names = ("HEAD_DIM", "BLOCKS", "SINKS", "KEY_BLOCK", "VERSION")
     constants = {name: facts[name] for name in names} | {"ROWS": plan.append_rows(head_dim, 16)}
     _launch(finish_kernel, batch, *keys, heads_kv, tokens, max_tokens, **constants)
@@ -118,7 +118,7 @@ def attend(
     heads_kv, max_tokens, group = key_codes.shape[1], key_codes.shape[2], query.shape[1] // key_codes.shape[1]
     tokens = query.shape[2] if query.dim() == 4 else 1
     out = query.new_empty(query.shape)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else out
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else query
     if batch == 0 or group == 0 or tokens == 0:
         return out, lse
     tile = plan.attend_plan(cache, head_dim, group * tokens)
@@ -129,13 +129,13 @@ def attend(
     key_words = _words(key_codes, cache.key.row_bytes(head_dim))
     value_words = _words(value_codes, cache.value.row_bytes(head_dim))
     parts = [key_codes, key_scales, key_zeros, key_full, value_codes, value_scales, value_zeros, value_full]
-    pointers = [lengths if part is None else part for part in parts]
+    pointers = [query if part is None else part for part in parts]
     strides = [stride for part in parts for stride in _strides(part)]
     strides[2] //= 2 if key_words else 1  # rows of codes are read in columns of a word or a byte
     strides[14] //= 2 if value_words else 1
     query_strides = [*query.stride()] if query.dim() == 4 else [query.stride(0), query.stride(1), 0, query.stride(2)]
     rows = heads * group * tokens
-    partial, stats = out, lengths
+    partial, stats = out, query
     if not alone:
         partial = query.new_empty((rows, pieces, head_dim), dtype=torch.float32)
         stats = query.new_empty((rows, pieces, 2), dtype=torch.float32)

@@ -138,10 +138,11 @@ def group_absmax(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr
 
 @triton.jit
 def row_unit(widest):
-    """Exponent byte and unit of rows whose widest group wants so much, fp32 [rows]; 1 for a zero row."""
-    bits = tl.div_rn(widest, 16.0).to(tl.int32, bitcast=True)
+    """Exponent byte, and one over the unit, of rows whose widest group wants so much, fp32 [rows]. A product with a
+    power of two is the quotient by its inverse, bit for bit."""
+    bits = (widest * 0.0625).to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 1)
-    return exponent, floats(exponent << 23)
+    return exponent, floats((254 - exponent) << 23)
 
 
 @triton.jit
@@ -160,24 +161,25 @@ def squares(z, m, there, LIMIT: tl.constexpr):
 @triton.jit
 def sum_of_halves(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Of the last dimension, 32: 16 to the other 16, 8 to 8, and so on."""
+    lane = tl.arange(0, 32)[None, None, :]
     for step in tl.static_range(5):
-        x = tl.sum(tl.reshape(x, [ROWS, BLOCKS, 2, 16 >> step]), 2)
-    return tl.reshape(x, [ROWS, BLOCKS])
+        x += tl.gather(x, tl.broadcast_to(lane ^ (16 >> step), [ROWS, BLOCKS, 32]), 2)
+    return tl.max(x, 2)  # all alike
 
 
 @triton.jit
 def mantissas(
-    low, high, there_low, there_high, unit, wanted_low, wanted_high, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    low, high, there_low, there_high, inverse, wanted_low, wanted_high, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Of each group, fp32 [rows, blocks] for both halves: groups of 64 are both halves of a block."""
     there_low = tl.reshape(there_low, [1, BLOCKS, 32])
     there_high = tl.reshape(there_high, [1, BLOCKS, 32])
     LIMIT: tl.constexpr = (1 << (BITS - 1)) - 1
-    z_low = tl.reshape(tl.div_rn(low, unit[:, None]), [ROWS, BLOCKS, 32])
-    z_high = tl.reshape(tl.div_rn(high, unit[:, None]), [ROWS, BLOCKS, 32])
-    most_low = clamp(tl.ceil(tl.div_rn(wanted_low, unit[:, None])), 1.0, 16.0)
-    most_high = clamp(tl.ceil(tl.div_rn(wanted_high, unit[:, None])), 1.0, 16.0)
+    z_low = tl.reshape(opaque(low * inverse[:, None]), [ROWS, BLOCKS, 32])
+    z_high = tl.reshape(opaque(high * inverse[:, None]), [ROWS, BLOCKS, 32])
+    most_low = clamp(tl.ceil(wanted_low * inverse[:, None]), 1.0, 16.0)
+    most_high = clamp(tl.ceil(wanted_high * inverse[:, None]), 1.0, 16.0)
     chosen_low, chosen_high = most_low, most_high
     best_low = tl.full([ROWS, BLOCKS], float("inf"), tl.float32)
     best_high = best_low
@@ -199,8 +201,8 @@ def mantissas(
 
 
 @triton.jit
-def group_codes(x, unit, m, usable, ROWS: tl.constexpr, BLOCKS: tl.constexpr, LIMIT: tl.constexpr):
+def group_codes(x, inverse, m, usable, ROWS: tl.constexpr, BLOCKS: tl.constexpr, LIMIT: tl.constexpr):
     """Codes of one half, int32 [rows, 32 * blocks]."""
-    z = tl.reshape(tl.div_rn(x, unit[:, None]), [ROWS, BLOCKS, 32])
+    z = tl.reshape(opaque(x * inverse[:, None]), [ROWS, BLOCKS, 32])
     code = tl.reshape(midpoint_codes(z, m[:, :, None], LIMIT), [ROWS, 32 * BLOCKS])
     return tl.where(usable[:, None], code, 0.0).to(tl.int32)
