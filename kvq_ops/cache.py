@@ -84,6 +84,7 @@ class QuantizedKVCache(nn.Module):
                 tensor = torch.zeros(part.shape, dtype=getattr(torch, part.dtype), device=device)
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int32, device=device), persistent=False)
+        self._mark_static()
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write key and value, [batch, heads_kv, head_dim] or [batch, heads_kv, tokens, head_dim], after what each
@@ -138,6 +139,12 @@ class QuantizedKVCache(nn.Module):
         """Empty every sequence, in place."""
         self.lengths.zero_()
 
+    def overflowed(self) -> bool:
+        """Whether an append found no room in some sequence and dropped what did not fit: a host read. On CUDA such a
+        sequence holds its first max_tokens tokens and its length is max_tokens + 1, until :meth:`reset` or
+        :meth:`truncate`; on the CPU append raises instead. (A capacity of 2^31 - 1 leaves no number to tell by.)"""
+        return bool((self.lengths > self.max_tokens).any())
+
     def truncate(self, lengths: int | Tensor) -> None:
         """Forget the newest tokens, in place: an int keeps at most that many of each sequence and lies in 0..longest;
         an int32 tensor [batch] gives the new lengths, each at most the current one.
@@ -145,7 +152,7 @@ class QuantizedKVCache(nn.Module):
         Exact, as if the tokens had never been appended. Where keys are coded per channel, a block of them cannot be
         opened again: the newest two blocks are held in full precision as well, so that cutting back by up to a block
         is always possible, further back only to where a block ends, and anything else is refused."""
-        kept = checks.truncate_lengths(lengths, self.lengths)
+        kept = checks.truncate_lengths(lengths, self._held())
         if self.format.key.key_block:
             self._forget_keys(kept)
         self.lengths.copy_(torch.tensor(kept, dtype=torch.int32, device="cpu"))
@@ -154,8 +161,9 @@ class QuantizedKVCache(nn.Module):
         """Sequence b becomes what sequence index[b] was, in place: int64 or int32 [batch], any device, repeats and
         cycles allowed. Copies the tokens in use of the sequences that change, by way of one sequence of one part."""
         sources = checks.reorder_index(index, self.batch)
-        lengths = self.lengths.tolist()
-        new_lengths = torch.tensor([lengths[source] for source in sources], dtype=torch.int32, device="cpu")
+        told = self.lengths.tolist()
+        lengths = [min(length, self.max_tokens) for length in told]
+        new_lengths = torch.tensor([told[source] for source in sources], dtype=torch.int32, device="cpu")
         moves = list(_moves(sources))
         for name in self._parts:
             part, used = self._by_sequence(name), self._rows_in_use(name, lengths)
@@ -170,7 +178,7 @@ class QuantizedKVCache(nn.Module):
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Keys and values as attend reads them, fp32 [batch, heads_kv, longest, head_dim], zeros past each length."""
-        held = self.lengths.tolist()
+        held = self._held()
         shape = (self.batch, self.heads_kv, max(held), self.head_dim)
         key, value = torch.zeros(2, *shape, device=self.lengths.device)
         for b, length in enumerate(held):
@@ -192,8 +200,9 @@ class QuantizedKVCache(nn.Module):
 
     def save_state(self) -> dict[str, Any]:
         """A copy of what the cache holds: facts and, on the cache's device, tensors of the rows in use alone (the
-        sequences of a part one after another). ``torch.save`` writes it, ``torch.load(weights_only=True)`` reads it."""
-        held = self.lengths.tolist()
+        sequences of a part one after another). ``torch.save`` writes it, ``torch.load(weights_only=True)`` reads it. Refused after an
+        append that found no room (:meth:`overflowed`): the state would not tell of what is missing."""
+        held = checks.saved_lengths(self.lengths, self.max_tokens)
         state = self._facts() | {"lengths": self.lengths.clone()}
         for name in self._parts:
             part, used = self._by_sequence(name), self._rows_in_use(name, held)
@@ -227,7 +236,7 @@ class QuantizedKVCache(nn.Module):
     def _forget_keys(self, kept: list[int]) -> None:
         """Refuses lengths whose unfinished block is not held in full precision; overwrites the slots of the tokens that
         go with NaN, so that a later cut knows which rows are no longer there."""
-        full, held, format = self.key_full, self.lengths.tolist(), self.format
+        full, held, format = self.key_full, self._held(), self.format
         assert full is not None
         ring = 2 * format.key.key_block
 
@@ -242,6 +251,18 @@ class QuantizedKVCache(nn.Module):
                 checks.truncate_exact(format, new, b, there and not bool(rows.isnan().all(1).any()))
         for b, (new, length) in enumerate(zip(kept, held, strict=True)):
             full[b, :, slots(max(new, format.sinks, length - ring), length)] = torch.nan
+
+    def _held(self) -> list[int]:
+        """The tokens of each sequence, on the host."""
+        held: list[int] = self.lengths.clamp(max=self.max_tokens).tolist()
+        return held
+
+    def _mark_static(self) -> None:
+        """Let CUDA graphs take the parts where they lie: a compiled step whose inputs they are writes them, and torch
+        captures no graph that writes inputs which may move."""
+        if self.lengths.device.type == "cuda":
+            for name in ("lengths", *self._parts):
+                torch._dynamo.mark_static_address(getattr(self, name), guard=False)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -260,7 +281,9 @@ class QuantizedKVCache(nn.Module):
             kept = moved.dtype == part.dtype and moved.stride() == part.stride()
             return moved if kept else part.to(moved.device)
 
-        return super()._apply(move, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._mark_static()
+        return self
 
 
 def _moves(sources: list[int]) -> Iterator[tuple[int, int]]:

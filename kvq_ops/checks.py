@@ -19,7 +19,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvq_ops.format import MAX_HEAD_DIM, MAX_TOKENS, MIN_HEAD_DIM, CacheFormat, Part, get_format
 
-__all__ = ["append", "attend", "cache_format", "cache_sizes", "reorder_index", "state", "truncate_lengths"]
+__all__ = [
+    "append",
+    "attend",
+    "cache_format",
+    "cache_sizes",
+    "reorder_index",
+    "saved_lengths",
+    "state",
+    "truncate_exact",
+    "truncate_lengths",
+]
 
 DEBUG = os.environ.get("KVQ_DEBUG") == "1"
 """Whether tracing also looks for what is right but slow."""
@@ -273,9 +283,9 @@ def _numbers(method: str, argument: str, numbers: object, dtypes: tuple[torch.dt
     return values
 
 
-def truncate_lengths(lengths: int | Tensor, current: Tensor) -> list[int]:
-    """The new length of each sequence: at most the current one."""
-    method, held = "QuantizedKVCache.truncate", current.tolist()
+def truncate_lengths(lengths: int | Tensor, held: list[int]) -> list[int]:
+    """The new length of each sequence: at most the current one, held."""
+    method = "QuantizedKVCache.truncate"
     if isinstance(lengths, int) and not isinstance(lengths, bool):
         if not 0 <= lengths <= max(held):
             _refuse(method, "lengths", f"lie in 0..{max(held)}, the longest sequence's", lengths)
@@ -287,6 +297,16 @@ def truncate_lengths(lengths: int | Tensor, current: Tensor) -> list[int]:
         if not 0 <= new <= length:
             _refuse(method, "lengths", f"lie in 0..{length} at {b}, the sequence's own", new)
     return wanted
+
+
+def saved_lengths(lengths: Tensor, max_tokens: int) -> list[int]:
+    """The lengths of a state to save, by a host read."""
+    held: list[int] = lengths.tolist()
+    for b, length in enumerate(held):
+        if length > max_tokens:
+            got = f"{length} at {b}, an append that found no room: truncate or reset first"
+            _refuse("QuantizedKVCache.save_state", "lengths", f"lie in 0..{max_tokens}, the capacity", got)
+    return held
 
 
 def truncate_exact(format: CacheFormat, length: int, sequence: int, exact: bool) -> None:
