@@ -4,8 +4,8 @@ it (flash decoding), a second kernel combines the runs of each row in a fixed or
 Both products run on the tensor cores in fp16 with fp32 sums. Codes are exact in fp16, and so are 4-bit midpoints times
 their mantissas. What scales a row of the cache stays outside of the products: a key row's scale multiplies its logit, a
 value row's its weight; scales of keys coded per channel go into the query, once a block, their offsets into one number
-to add. Query rows and weights are brought to the range of fp16 by powers of two, so bf16 magnitudes survive; fp32
-queries take a second product for what fp16 leaves over.
+to add. Query rows and weights are brought to the range of fp16 by powers of two, so bf16 magnitudes survive. What fp16
+leaves over takes a second product (SPLIT): of fp32 queries and their weights, and of fp16 queries times scales.
 
 Which tokens a program reads follows from the length that it finds on the device, so that a short sequence in a large
 cache is spread over as many programs as in a small one; programs without tokens leave at once.
@@ -326,7 +326,7 @@ def attend_kernel(
     SLOTS: tl.constexpr, KEY_BLOCK: tl.constexpr,
     KEY_CODING: tl.constexpr, KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_CODING: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_WORDS: tl.constexpr,
-    ROTATED: tl.constexpr, SPLIT: tl.constexpr, ALONE: tl.constexpr, LSE: tl.constexpr, VERSION: tl.constexpr,
+    ROTATED: tl.constexpr, KEY_SPLIT: tl.constexpr, SPLIT: tl.constexpr, ALONE: tl.constexpr, LSE: tl.constexpr, VERSION: tl.constexpr,
 ):
     # fmt: on
     """A program for each split of each tile of query rows of each KV head."""
@@ -350,7 +350,8 @@ def attend_kernel(
         key_zeros + b * kz_b + h * kz_h, kz_n, key_full, kf_n,
         value_codes + b * vc_b + h * vc_h, vc_n, value_scales + b * vs_b + h * vs_h, vs_n,
         value_zeros + b * vz_b + h * vz_h, vz_n, HEAD_DIM, BLOCKS, ROWS, TOKENS, SINKS, KEY_BLOCK,
-        KEY_CODING, KEY_BITS, KEY_GROUP, KEY_WORDS, VALUE_CODING, VALUE_BITS, VALUE_GROUP, VALUE_WORDS, SPLIT,
+        KEY_CODING, KEY_BITS, KEY_GROUP, KEY_WORDS, VALUE_CODING, VALUE_BITS, VALUE_GROUP, VALUE_WORDS, KEY_SPLIT,
+        SPLIT,
     )  # fmt: skip
     a0, a1, a2, a3, unit, bias, most, total = state
     acc = row_values(a0, a1, a2, a3, unit, bias, ROWS, HEAD_DIM, BLOCKS, VALUE_BITS, VALUE_WORDS, ROTATED)
@@ -374,7 +375,7 @@ def attend_coded(
     HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr,
     KEY_BLOCK: tl.constexpr, KEY_CODING: tl.constexpr, KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
     KEY_WORDS: tl.constexpr, VALUE_CODING: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr,
-    VALUE_WORDS: tl.constexpr, SPLIT: tl.constexpr,
+    VALUE_WORDS: tl.constexpr, KEY_SPLIT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Tiles first..last: accumulators with their unit and bias, largest logits, sums. Pointers are the head's own."""
     KEY_COLUMNS: tl.constexpr = BLOCKS * KEY_BITS * (4 if KEY_WORDS else 8)
@@ -396,13 +397,13 @@ def attend_coded(
             block = tl.cast(i // (KEY_BLOCK // TOKENS), tl.int64)
             logits = channel_logits(
                 q0, q1, q2, q3, words, ks + block * ks_n, kz + block * kz_n, HEAD_DIM, KEY_BITS, KEY_WORDS, KEY_COLUMNS,
-                TOKENS, SPLIT,
+                TOKENS, KEY_SPLIT,
             )  # fmt: skip
             logits *= factor
         else:
             logits = scaled_logits(
                 q0, q1, q2, q3, q_unit * factor, words, ks, ks_n, at, lane, seen, HEAD_DIM, BLOCKS, KEY_CODING, KEY_BITS,
-                KEY_GROUP, KEY_WORDS, KEY_COLUMNS, TOKENS, SPLIT,
+                KEY_GROUP, KEY_WORDS, KEY_COLUMNS, TOKENS, KEY_SPLIT,
             )  # fmt: skip
         a0, a1, a2, a3, largest, unit, bias, most, total = value_tile(
             a0, a1, a2, a3, largest, unit, bias, most, total, logits, lane[None, :] < (limit - at)[:, None], at, lane,

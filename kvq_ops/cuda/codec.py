@@ -179,7 +179,8 @@ def from_halves(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCKS: t
         channel = tl.arange(0, 64 * BLOCKS)
         rest: tl.constexpr = HEAD_DIM % 64
         within = channel - HEAD_DIM // 64 * 64
-        moved = tl.where((within >= rest // 2) & (within < rest), channel - rest // 2 + 32, channel)
+        moved = tl.where(within >= rest // 2, channel - rest // 2 + 32, channel)
+        moved = tl.where(within >= rest, 64 * BLOCKS - 1, moved)  # no channel there
         rows = tl.gather(rows, tl.broadcast_to(moved[None, :], [ROWS, 64 * BLOCKS]), 1)
     return rows
 

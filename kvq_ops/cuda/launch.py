@@ -145,6 +145,7 @@ def attend(
         "SLOTS": max(16, plan.power_of_two(cache.sinks)),
         "KEY_WORDS": key_words,
         "VALUE_WORDS": value_words,
+        "KEY_SPLIT": query.dtype == torch.float32 or (bool(cache.key.key_block) and query.dtype == torch.float16),
         "SPLIT": query.dtype == torch.float32,
         "ALONE": alone,
         "LSE": return_lse,
