@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyt
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; Ninja and pytest use the cores.
 .NOTPARALLEL:
-.PHONY: help build test test-slow check format sanitize demo quality bench clean
+.PHONY: help build test test-slow check format sanitize demo quality bench gpu-check clean
 
 help:
 	@echo 'make demo        a language model decodes over int8 and 4-bit caches'
@@ -32,6 +32,7 @@ help:
 	@echo 'make check       format, lint and types; format: mends the format'
 	@echo 'make sanitize    the kernels under ASan and UBSan'
 	@echo 'make bench       attend on the CPU, beside the memory limit and the peers that are installed'
+	@echo 'make gpu-check   correctness, CUDA graphs and times on a GPU'
 	@echo 'make build       the compiled library, $(LIBRARY)'
 	@echo 'make clean       removes what was built, but .venv'
 
@@ -68,6 +69,9 @@ quality: $(LIBRARY) $(STAMPS)/test $(STAMPS)/demo
 
 bench: $(LIBRARY) $(STAMPS)/test $(STAMPS)/bench
 	$(BIN)/python -m benchmarks.attend_cpu $(or $(ARGS),--quick)
+
+gpu-check: $(LIBRARY) $(STAMPS)/test
+	TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf build dist $(LIBRARY) .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """What Triton's ahead-of-time compiler makes of the CUDA kernels, with no GPU: registers, shared memory, instructions.
 
-    python -m benchmarks.gpu_static           # every shipped configuration on every architecture, writes GPU_STATIC.md
+    python -m benchmarks.gpu_static --write benchmarks/GPU_STATIC.md  # every shipped configuration, every architecture
     python -m benchmarks.gpu_static --core    # the set that CI compiles
 
 Nothing here runs on a GPU, and nothing is a time.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import subprocess
 import tempfile
@@ -99,7 +100,9 @@ def shipped() -> list[Case]:
 def empty_cache(case: Case, max_tokens: int) -> dict[str, Tensor]:
     dtype = str(DTYPES[case.dtype]).removeprefix("torch.")
     parts = get_format(case.format).parts(1, 4, case.head_dim, max_tokens, dtype)
-    made = {name: torch.empty(part.shape, dtype=getattr(torch, part.dtype), device="meta") for name, part in parts.items()}
+    made = {
+        name: torch.empty(part.shape, dtype=getattr(torch, part.dtype), device="meta") for name, part in parts.items()
+    }
     return made | {"lengths": torch.empty(1, dtype=torch.int32, device="meta")}
 
 
@@ -201,7 +204,9 @@ def inspect(cubin: bytes) -> tuple[int, int, Counter[str], int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], check=True, capture_output=True, text=True).stdout
+        usage = subprocess.run(
+            [tool("cuobjdump"), "-res-usage", path], check=True, capture_output=True, text=True
+        ).stdout
         sass = subprocess.run([tool("nvdisasm"), "-c", path], check=True, capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
@@ -229,12 +234,24 @@ def compiled(case: Case, arch: int) -> Report:
 
 
 def rows(reports: list[Report]) -> Iterator[str]:
-    yield "| kernel | sm | registers | stack, local | shared KiB | blocks an SM | warps an SM | instructions | MMA | I2F | 16-byte loads |"
+    names = "kernel|sm|registers|stack, local|shared KiB|blocks an SM|warps an SM|instructions|MMA|I2F|16-byte loads"
+    yield "| " + " | ".join(names.split("|")) + " |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for r in reports:
         cells = [r.case.name, r.arch, r.registers, f"{r.stack}, {r.local}", f"{r.shared / 1024:.1f}", r.blocks]
         cells += [r.blocks * r.warps, sum(r.opcodes.values()), r.products, r.conversions, r.wide_loads]
         yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+HEAD = """# What the CUDA kernels compile to
+
+Made by `python -m benchmarks.gpu_static` (gpu_static.py) with triton {triton}. Nothing in it was run on a GPU, and
+nothing is a time. `stack, local`: bytes of stack and instructions on local memory, 0 where nothing spills. Blocks
+and warps are what a multiprocessor holds at once by registers and shared memory. I2F are conversions of integers to
+floats apart from those that divide integers; 16-byte loads are global loads and asynchronous copies in the code, not how
+often they run. `short`: a capacity of 128 tokens, one launch; else 65,536, split.
+
+"""
 
 
 def main() -> None:
@@ -244,6 +261,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--write", type=Path, help="the file to write")
     arguments = parser.parse_args()
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton warns that its default will change
     cases = [case for case in (CORE if arguments.core else shipped()) if arguments.only in case.name]
     archs = arguments.arch or ([80, 90] if arguments.core else list(SHARED_LIMIT))
     reports = []
@@ -251,6 +269,10 @@ def main() -> None:
         for arch in archs:
             reports.append(compiled(case, arch))
             print(list(rows(reports[-1:]))[-1], flush=True)
+    if arguments.write:
+        import triton
+
+        arguments.write.write_text(HEAD.format(triton=triton.__version__) + "\n".join(rows(reports)) + "\n")
 
 
 if __name__ == "__main__":

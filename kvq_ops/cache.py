@@ -200,8 +200,8 @@ class QuantizedKVCache(nn.Module):
 
     def save_state(self) -> dict[str, Any]:
         """A copy of what the cache holds: facts and, on the cache's device, tensors of the rows in use alone (the
-        sequences of a part one after another). ``torch.save`` writes it, ``torch.load(weights_only=True)`` reads it. Refused after an
-        append that found no room (:meth:`overflowed`): the state would not tell of what is missing."""
+        sequences of a part one after another). ``torch.save`` writes it, ``torch.load(weights_only=True)`` reads it.
+        Refused after an append that found no room (:meth:`overflowed`): the state would not tell what is missing."""
         held = checks.saved_lengths(self.lengths, self.max_tokens)
         state = self._facts() | {"lengths": self.lengths.clone()}
         for name in self._parts:
@@ -262,7 +262,7 @@ class QuantizedKVCache(nn.Module):
         captures no graph that writes inputs which may move."""
         if self.lengths.device.type == "cuda":
             for name in ("lengths", *self._parts):
-                torch._dynamo.mark_static_address(getattr(self, name), guard=False)
+                torch._dynamo.mark_static_address(getattr(self, name), guard=False)  # noqa: SLF001
 
     def _facts(self) -> dict[str, Any]:
         return {

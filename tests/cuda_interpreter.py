@@ -1,5 +1,5 @@
-"""Kernels of kvq_ops/cuda in Triton's interpreter, over CPU tensors, against the reference: to be run in a process of its
-own, since TRITON_INTERPRET counts when kernels are defined. Prints nothing where all is well."""
+"""Kernels of kvq_ops/cuda in Triton's interpreter, over CPU tensors, against the reference: to be run in a process of
+its own, since TRITON_INTERPRET counts when kernels are defined. Prints nothing where all is well."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def cuda_append(*arguments: Any) -> None:
     launch.append(*arguments)
 
 
-def cuda_attend(query: Tensor, cache: Cache, name: str, scale: float | None = None, sms: int = 1) -> tuple[Tensor, ...]:
+def cuda_attend(
+    query: Tensor, cache: Cache, name: str, scale: float | None = None, sms: int = 1
+) -> tuple[Tensor, Tensor]:
     """sms: of the device to act as, which decides how sequences are split."""
     arguments = (query, *cache.needed, name, scale, *cache.optional)
     checks.attend("kvq::attend_lse", *arguments)
@@ -43,7 +45,7 @@ def rows(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def test_append(name: str, dtype: str, head_dim: int) -> None:
-    """Every byte, behind rounds of the ring, of sequences of three lengths; rows that hurt among them; strided input."""
+    """Every byte, behind rounds of the ring, of sequences of three lengths; rows that hurt; strided input."""
     generator = torch.Generator().manual_seed(head_dim)
     kind, lengths, tokens = DTYPES[dtype], [133, 0, 62], 68
     block = get_format(name).key.key_block
@@ -93,14 +95,16 @@ def check_attend(name: str, dtype: str, query: Tensor, cache: Cache, sms: int = 
     query = query.to(DTYPES[dtype])
     out, lse = cuda_attend(query, cache, name, scale, sms)
     want, want_lse = judge(query, cache, name, scale)
-    assert out.dtype == query.dtype and out.shape == query.shape and lse.shape == query.shape[:-1]
+    assert out.dtype == query.dtype
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:-1]
     assert torch.equal(lse.isinf(), want_lse.isinf())
     error = relative_error(out, want)
     assert error < TOLERANCES[name].attend[dtype], f"{error:.2e}"
     assert (lse - want_lse).nan_to_num(0.0).abs().max() < 1e-3
 
 
-def test_attend(name: str, dtype: str, head_dim: int, heads_q: int, heads_kv: int, kind: str = "normal") -> None:
+def test_attend(name: str, dtype: str, head_dim: int, heads_q: int, heads_kv: int, kind: str) -> None:
     """Ragged sequences, one empty; whole, and cut into as many splits as there are tiles."""
     lengths = [150, 0, 67] if get_format(name).key.key_block else [133, 0, 3]
     query, key, value = make(kind, 3, heads_q, heads_kv, head_dim, max(lengths))
@@ -117,7 +121,8 @@ def test_tokens(name: str) -> None:
     query = torch.randn(2, 6, 5, 64, generator=torch.Generator().manual_seed(0))
     check_attend(name, "fp32", query[:1], cache.sequence(0))
     out, lse = cuda_attend(query, cache, name)
-    assert torch.equal(out[1, :, :3], torch.zeros(6, 3, 64)) and (lse[1, :, :3] == -math.inf).all()
+    assert torch.equal(out[1, :, :3], torch.zeros(6, 3, 64))
+    assert (lse[1, :, :3] == -math.inf).all()
     value[:, :, -1], key[:, :, -1] = math.nan, math.nan
     poisoned = filled(name, key, value, [90, 2], 128)
     got, _ = cuda_attend(query, poisoned, name)
@@ -153,10 +158,12 @@ def test_strides(name: str) -> None:
         return wide[..., 1:]
 
     moved = cache.each(spread)
-    assert not launch._words(moved.key_codes, 36) and launch._words(cache.key_codes, 36)
+    assert not launch._words(moved.key_codes, 36)
+    assert launch._words(cache.key_codes, 36)
     rows_last = query.transpose(1, 2).contiguous().transpose(1, 2)
     out, lse = cuda_attend(rows_last, moved, name)
-    assert relative_error(out, want[0]) < 1e-5 and (lse - want[1]).abs().max() < 1e-5
+    assert relative_error(out, want[0]) < 1e-5
+    assert (lse - want[1]).abs().max() < 1e-5
 
 
 def test_exact(name: str) -> None:
@@ -164,7 +171,8 @@ def test_exact(name: str) -> None:
     value = (torch.arange(64) % 15 - 7.0).expand(1, 2, 32, 64) if "4" in name else torch.full((1, 2, 32, 64), 127.0)
     cache = filled(name, torch.randn(1, 2, 32, 64), value, max_tokens=128)
     out, lse = cuda_attend(torch.zeros(1, 4, 64), cache, name)
-    assert torch.equal(out, value[:, :1, 0].expand(1, 4, 64)) and torch.allclose(lse, torch.tensor(math.log(32)))
+    assert torch.equal(out, value[:, :1, 0].expand(1, 4, 64))
+    assert torch.allclose(lse, torch.tensor(math.log(32)))
 
 
 def test_empty() -> None:
@@ -176,7 +184,8 @@ def test_empty() -> None:
     assert cuda_attend(torch.zeros(2, 0, 8), cache, "int8")[0].shape == (2, 0, 8)
     assert cuda_attend(torch.zeros(2, 2, 0, 8), cache, "int8")[1].shape == (2, 2, 0)
     out, lse = cuda_attend(torch.ones(2, 2, 8), cache, "int8")
-    assert torch.equal(out, torch.zeros(2, 2, 8)) and (lse == -math.inf).all()
+    assert torch.equal(out, torch.zeros(2, 2, 8))
+    assert (lse == -math.inf).all()
 
 
 def test_plans() -> None:

@@ -71,8 +71,8 @@ def store_groups(
 
 @triton.jit
 def code_groups(
-    x, row, stride, scales, stride_plane, codes, valid, HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTATED: tl.constexpr,
+    x, row, stride, scales, stride_plane, codes, valid, HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     LIMIT: tl.constexpr = (1 << (BITS - 1)) - 1
     byte = tl.arange(0, 32 * BLOCKS)
@@ -96,13 +96,15 @@ def code_groups(
     exponent, inverse = quantize.row_unit(widest)
     low_channel, high_channel = codec.halves(byte, HEAD_DIM, NIBBLES)
     m_low, m_high = quantize.mantissas(
-        low, high, low_channel < HEAD_DIM, high_channel < HEAD_DIM, inverse, wanted_low, wanted_high, ROWS, BLOCKS, BITS,
-        GROUP_SIZE,
+        low, high, low_channel < HEAD_DIM, high_channel < HEAD_DIM, inverse, wanted_low, wanted_high, ROWS, BLOCKS,
+        BITS, GROUP_SIZE,
     )  # fmt: skip
     exponent = tl.where(finite, tl.where(widest != 0, exponent, 0), 255)
     nibble_low = tl.where(usable[:, None], m_low - 1.0, 0.0).to(tl.int32)
     nibble_high = tl.where(usable[:, None], m_high - 1.0, 0.0).to(tl.int32)
-    store_groups(scales, stride_plane, exponent, nibble_low, nibble_high, valid, ROWS, BLOCKS, BITS, GROUP_SIZE, HEAD_DIM)
+    store_groups(
+        scales, stride_plane, exponent, nibble_low, nibble_high, valid, ROWS, BLOCKS, BITS, GROUP_SIZE, HEAD_DIM
+    )
     if GROUP_SIZE == 64 and HEAD_DIM % 64:
         low, high = load_halves(x, row, stride, valid, byte, HEAD_DIM, True)
         low, high, finite = quantize.usable_rows(low, high, quantize.ABSMAX_LIMIT)
@@ -196,7 +198,7 @@ def append_kernel(
     ROTATED: tl.constexpr, ADVANCE: tl.constexpr, VERSION: tl.constexpr,
 ):
     # fmt: on
-    """Programs of a sequence: ``row_programs`` code ROWS rows each, the rest a chunk of 64 channels of a block of keys."""
+    """Programs of a sequence: ``row_programs`` code ROWS rows each, the rest 64 channels of a block of keys."""
     tokens, max_tokens = tl.cast(tokens, tl.int32), tl.cast(max_tokens, tl.int32)
     b, part = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
     start = held(lengths, b, max_tokens)

@@ -1,10 +1,10 @@
 """Which bits of a row are which channel: the only GPU code that knows.
 
-Attend reads codes in columns, 16-bit words where rows lie on even addresses, else bytes. A column holds one code of each
-of several planes: a word four of 4 bits or two of 8 bits, a byte two or one. A plane is a tile [tokens, columns] of fp16
-codes, ready for a dot, and :func:`channels` says which channels its columns are; nothing is joined or interleaved in a
-loop. Append and group scales see a row as halves instead, which are what the nibbles of its bytes are: columns of 32 a
-block of 64 channels.
+Attend reads codes in columns, 16-bit words where rows lie on even addresses, else bytes. A column holds one code of
+each of several planes: a word four of 4 bits or two of 8 bits, a byte two or one. A plane is a tile [tokens, columns]
+of fp16 codes, ready for a dot, and :func:`channels` says which channels its columns are; nothing is joined or
+interleaved in a loop. Append and group scales see a row as halves instead, which are what the nibbles of its bytes are:
+32 columns a block of 64 channels.
 
 Columns are padded to a power of two of blocks; channels that are none count as ``head_dim``.
 """
@@ -32,7 +32,7 @@ def store_floats(pointers, x, mask):
     if pointers.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(x == x, rounded, 0x7FC0)
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
         tl.store(pointers.to(tl.pointer_type(tl.int16)), rounded.to(tl.int16), mask=mask)
     else:
         tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
@@ -78,7 +78,9 @@ def store_codes(codes, byte, low, high, mask, HEAD_DIM: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def channels(PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def channels(
+    PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
     """The channel of each column of a plane, int32 [columns]."""
     column = tl.arange(0, COLUMNS)
     if BITS == 8:
@@ -90,7 +92,7 @@ def channels(PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_
 
 
 @triton.jit
-def column_pointers(codes, stride, rows, BITS: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
+def column_pointers(codes, stride, rows, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of columns [rows, columns] of rows whose distance is ``stride`` columns. ``codes`` may be int8 or uint8."""
     if WORDS:
         first = codes.to(tl.pointer_type(tl.uint16))
@@ -124,8 +126,8 @@ def load_units(scales, token, seen):
 
 @triton.jit
 def load_mantissas(
-    scales, stride_plane, token, seen, HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    scales, stride_plane, token, seen, HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Mantissas [tokens, groups], fp16: of 4-bit codes those of one half of each block of 64; of 8-bit ones all."""
     block = tl.arange(0, BLOCKS)
@@ -155,7 +157,8 @@ def scale_groups(x, mantissas, COLUMNS: tl.constexpr):
 
 @triton.jit
 def assemble(
-    p0, p1, p2, p3, ROWS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr
+    p0, p1, p2, p3, ROWS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Planes [rows, columns] to rows in the order of channels, [rows, 64 * BLOCKS]."""
     rows = p0

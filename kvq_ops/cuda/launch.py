@@ -90,6 +90,14 @@ def append(
     _launch(finish_kernel, batch, *keys, heads_kv, tokens, max_tokens, **constants)
 
 
+def _align(codes: Tensor, words: bool) -> int:
+    """Columns that rows start at multiples of, 16 bytes at most: Triton itself tells multiples of 16 from others only,
+    and would read rows of 40 words one by one."""
+    size, most = (2, 8) if words else (1, 16)
+    offsets = [codes.storage_offset(), *codes.stride()[:3]]
+    return next(n for n in (16, 8, 4, 2, 1) if n <= most and all(offset % (n * size) == 0 for offset in offsets))
+
+
 def _words(codes: Tensor, row_bytes: int) -> bool:
     """Whether rows are 16-bit words: they and their distances even. A base lies as its offset does: allocations are
     aligned."""
@@ -145,6 +153,8 @@ def attend(
         "SLOTS": max(16, plan.power_of_two(cache.sinks)),
         "KEY_WORDS": key_words,
         "VALUE_WORDS": value_words,
+        "KEY_ALIGN": _align(key_codes, key_words),
+        "VALUE_ALIGN": _align(value_codes, value_words),
         "KEY_SPLIT": query.dtype == torch.float32 or (bool(cache.key.key_block) and query.dtype == torch.float16),
         "SPLIT": query.dtype == torch.float32,
         "ALONE": alone,
@@ -156,7 +166,17 @@ def attend(
     outputs = [partial, lse, stats, softmax_scale]
     programs = heads * row_tiles * pieces
     _launch(
-        attend_kernel, programs, query, *pointers, lengths, *outputs, *query_strides, *strides, *sizes, **constants, **options
+        attend_kernel,
+        programs,
+        query,
+        *pointers,
+        lengths,
+        *outputs,
+        *query_strides,
+        *strides,
+        *sizes,
+        **constants,
+        **options,
     )
     if not alone:
         wide = 64 * facts["BLOCKS"]

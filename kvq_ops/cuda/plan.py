@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from kvq_ops.format import NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
 
@@ -75,7 +74,8 @@ def attend_plan(format: CacheFormat, head_dim: int, rows: int) -> AttendPlan:
     if format.key.key_block:
         tokens = min(tokens, format.key.key_block)
     tile = 16 if rows <= 16 or wide > 256 else 32
-    warps = 8 if wide > (128 if format.key.key_block else 256) else 4
+    gathers = format.value.rotated("value") and head_dim % NIBBLE_BLOCK != 0
+    warps = 8 if wide > (128 if format.key.key_block else 256) or gathers else 4
     return AttendPlan(tile, tokens, warps, 3 if wide <= 256 else 2)
 
 
