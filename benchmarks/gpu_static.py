@@ -85,15 +85,11 @@ def shipped() -> list[Case]:
     """Every preset at the usual head sizes, and what else takes another way through a kernel."""
     found = list(CORE)
     for name in FORMATS:
-        for head_dim in (64, 128, 256):
-            found.append(Case("attend", name, "bf16", head_dim))
-            found.append(Case("append", name, "bf16", head_dim))
-        found.append(Case("attend", name, "fp16", 128, long=False))
-        found.append(Case("attend", name, "fp32", 128, 1))
-        found.append(Case("attend", name, "bf16", 128, 8, tokens=4))
-    for head_dim in (80, 96, 192, 512, 1024):
-        found += [Case("attend", name, "bf16", head_dim) for name in ("int8", "int4", "int8_hq", "int4_hq")]
-        found += [Case("append", name, "bf16", head_dim) for name in ("int8", "int4_hq")]
+        found += [Case("attend", name), Case("attend", name, head_dim=256, group=6), Case("append", name)]
+    found += [Case("attend", name, "fp32", 64, 1) for name in ("int8", "int4_hq")]
+    found += [Case("attend", name, group=8, tokens=4) for name in ("int8", "int4_hq")]
+    found += [Case("attend", name, head_dim=1024) for name in ("int8", "int4_hq")]
+    found += [Case("attend", "int4_hq", head_dim=96), Case("append", "int4_hq", head_dim=80)]
     return list(dict.fromkeys(found))
 
 
@@ -248,8 +244,8 @@ HEAD = """# What the CUDA kernels compile to
 Made by `python -m benchmarks.gpu_static` (gpu_static.py) with triton {triton}. Nothing in it was run on a GPU, and
 nothing is a time. `stack, local`: bytes of stack and instructions on local memory, 0 where nothing spills. Blocks
 and warps are what a multiprocessor holds at once by registers and shared memory. I2F are conversions of integers to
-floats apart from those that divide integers; 16-byte loads are global loads and asynchronous copies in the code, not how
-often they run. `short`: a capacity of 128 tokens, one launch; else 65,536, split.
+floats apart from those that divide integers; 16-byte loads are global loads and asynchronous copies in the code, not
+how often they run. `short`: a capacity of 128 tokens, one launch; else 65,536, split.
 
 """
 

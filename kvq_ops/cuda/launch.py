@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from kvq_ops.cuda import plan
 from kvq_ops.cuda.append import append_kernel, finish_kernel
 from kvq_ops.cuda.attend import attend_kernel, combine_kernel
-from kvq_ops.format import get_format
+from kvq_ops.format import NIBBLE_BLOCK, CacheFormat, get_format
 
 __all__ = ["KERNELS", "append", "attend"]
 
@@ -72,7 +72,7 @@ def append(
     facts = plan.constants(format, head_dim)
     rows = plan.append_rows(head_dim, heads_kv * tokens)
     row_programs = _cdiv(heads_kv * tokens, rows)
-    chunks = heads_kv * _cdiv(head_dim, 64) * _cdiv(tokens, side.key_block) if side.key_block else 0
+    chunks = heads_kv * _cdiv(head_dim, NIBBLE_BLOCK) * _cdiv(tokens, side.key_block) if side.key_block else 0
     alone = row_programs == 1 and not side.key_block
     parts = [key_codes, key_scales, key_zeros, key_full, value_codes, value_scales, value_zeros, value_full]
     pointers = [key if part is None else part for part in parts]  # not lengths: it is written
@@ -98,11 +98,29 @@ def _align(codes: Tensor, words: bool) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if n <= most and all(offset % (n * size) == 0 for offset in offsets))
 
 
-def _words(codes: Tensor, row_bytes: int) -> bool:
+def _words(codes: Tensor) -> bool:
     """Whether rows are 16-bit words: they and their distances even. A base lies as its offset does: allocations are
     aligned."""
-    even = row_bytes % 2 == 0 and codes.storage_offset() % 2 == 0
+    even = codes.shape[-1] % 2 == 0 and codes.storage_offset() % 2 == 0
     return even and all(stride % 2 == 0 for stride in codes.stride()[:3])
+
+
+def _attend_constants(
+    cache: CacheFormat, tile: plan.AttendPlan, dtype: torch.dtype, key_codes: Tensor, value_codes: Tensor
+) -> plan.Constants:
+    """What does not follow from format and head size alone."""
+    key_words, value_words = _words(key_codes), _words(value_codes)
+    return {
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "SLOTS": max(16, plan.power_of_two(cache.sinks)),
+        "KEY_WORDS": key_words,
+        "VALUE_WORDS": value_words,
+        "KEY_ALIGN": _align(key_codes, key_words),
+        "VALUE_ALIGN": _align(value_codes, value_words),
+        "KEY_SPLIT": dtype == torch.float32 or (bool(cache.key.key_block) and dtype == torch.float16),
+        "SPLIT": dtype == torch.float32,
+    }
 
 
 def attend(
@@ -134,32 +152,19 @@ def attend(
     heads = batch * heads_kv
     pieces = plan.splits(heads * row_tiles, max_tokens, tile.tokens, multiprocessors(query.device))
     facts, alone = plan.constants(format, head_dim), pieces == 1
-    key_words = _words(key_codes, cache.key.row_bytes(head_dim))
-    value_words = _words(value_codes, cache.value.row_bytes(head_dim))
+    constants = facts | _attend_constants(cache, tile, query.dtype, key_codes, value_codes)
+    constants |= {"ALONE": alone, "LSE": return_lse}
     parts = [key_codes, key_scales, key_zeros, key_full, value_codes, value_scales, value_zeros, value_full]
     pointers = [query if part is None else part for part in parts]
     strides = [stride for part in parts for stride in _strides(part)]
-    strides[2] //= 2 if key_words else 1  # rows of codes are read in columns of a word or a byte
-    strides[14] //= 2 if value_words else 1
+    strides[2] //= 2 if constants["KEY_WORDS"] else 1  # rows of codes are read in columns of a word or a byte
+    strides[14] //= 2 if constants["VALUE_WORDS"] else 1
     query_strides = [*query.stride()] if query.dim() == 4 else [query.stride(0), query.stride(1), 0, query.stride(2)]
     rows = heads * group * tokens
     partial, stats = out, query
     if not alone:
         partial = query.new_empty((rows, pieces, head_dim), dtype=torch.float32)
         stats = query.new_empty((rows, pieces, 2), dtype=torch.float32)
-    constants = facts | {
-        "ROWS": tile.rows,
-        "TOKENS": tile.tokens,
-        "SLOTS": max(16, plan.power_of_two(cache.sinks)),
-        "KEY_WORDS": key_words,
-        "VALUE_WORDS": value_words,
-        "KEY_ALIGN": _align(key_codes, key_words),
-        "VALUE_ALIGN": _align(value_codes, value_words),
-        "KEY_SPLIT": query.dtype == torch.float32 or (bool(cache.key.key_block) and query.dtype == torch.float16),
-        "SPLIT": query.dtype == torch.float32,
-        "ALONE": alone,
-        "LSE": return_lse,
-    }
     softmax_scale = 1 / math.sqrt(head_dim) if scale is None else scale
     sizes = [heads_kv, group, tokens, max_tokens, row_tiles, pieces]
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -179,10 +184,14 @@ def attend(
         **options,
     )
     if not alone:
-        wide = 64 * facts["BLOCKS"]
-        names = ("HEAD_DIM", "SINKS", "VERSION")
-        constants = {name: facts[name] for name in names} | {"WIDTH": wide, "TOKENS": tile.tokens, "LSE": return_lse}
-        constants |= {"ALL": plan.power_of_two(pieces), "STEP": max(1, min(16, 4096 // wide))}
         a_sequence = heads_kv * group * tokens
-        _launch(combine_kernel, rows, partial, stats, lengths, out, lse, a_sequence, max_tokens, pieces, **constants)
+        _combine([partial, stats, lengths, out, lse, a_sequence, max_tokens, pieces], rows, facts, tile, return_lse)
     return out, lse
+
+
+def _combine(arguments: list[Any], rows: Any, facts: plan.Constants, tile: plan.AttendPlan, lse: bool) -> None:
+    wide, pieces = NIBBLE_BLOCK * facts["BLOCKS"], arguments[-1]
+    names = ("HEAD_DIM", "SINKS", "VERSION")
+    constants = {name: facts[name] for name in names} | {"WIDTH": wide, "TOKENS": tile.tokens, "LSE": lse}
+    constants |= {"ALL": plan.power_of_two(pieces), "STEP": max(1, min(16, 4096 // wide))}
+    _launch(combine_kernel, rows, *arguments, **constants)
