@@ -167,22 +167,9 @@ def attend(
         stats = query.new_empty((rows, pieces, 2), dtype=torch.float32)
     softmax_scale = 1 / math.sqrt(head_dim) if scale is None else scale
     sizes = [heads_kv, group, tokens, max_tokens, row_tiles, pieces]
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    outputs = [partial, lse, stats, softmax_scale]
-    programs = heads * row_tiles * pieces
-    _launch(
-        attend_kernel,
-        programs,
-        query,
-        *pointers,
-        lengths,
-        *outputs,
-        *query_strides,
-        *strides,
-        *sizes,
-        **constants,
-        **options,
-    )
+    given = [query, *pointers, lengths, partial, lse, stats, softmax_scale, *query_strides, *strides, *sizes]
+    constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    _launch(attend_kernel, heads * row_tiles * pieces, *given, **constants)
     if not alone:
         a_sequence = heads_kv * group * tokens
         _combine([partial, stats, lengths, out, lse, a_sequence, max_tokens, pieces], rows, facts, tile, return_lse)
