@@ -12,12 +12,15 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton
+import triton.language as tl
 from common import DTYPES, TOLERANCES, Cache, append, assert_same_bits, empty, filled, judge, relative_error
 from data import make
 from torch import Tensor
 
 from kvq_ops import checks, get_format, reference
-from kvq_ops.cuda import launch, plan
+from kvq_ops.cuda import codec, launch, plan
+from kvq_ops.format import LEVELS
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of NaN and infinity
 torch.set_num_threads(1)
@@ -186,6 +189,31 @@ def test_empty() -> None:
     out, lse = cuda_attend(torch.ones(2, 2, 8), cache, "int8")
     assert torch.equal(out, torch.zeros(2, 2, 8))
     assert (lse == -math.inf).all()
+
+
+@triton.jit
+def levels_kernel(words, out, PLANE: tl.constexpr):
+    at = tl.arange(0, 16)
+    tl.store(out + at, codec.levels(tl.load(words + at), PLANE, 4, True).to(tl.float32))
+
+
+def test_levels() -> None:
+    """Each nibble of a word becomes its level; and would, whichever products and sums of the polynomial are fused."""
+    want = torch.tensor(LEVELS, dtype=torch.float32)
+    words = torch.arange(16).to(torch.int16) * 0x1111
+    for plane in range(4):
+        out = torch.empty(16)
+        levels_kernel[(1,)](words.view(torch.uint16), out, plane)
+        assert torch.equal(out, want)
+    a, b, c = 0.0007128715515136719, 0.044769287109375, 12.1171875
+    u = torch.arange(16, dtype=torch.float64) - 7.5
+
+    def add(product: Tensor, number: float, fused: bool) -> Tensor:
+        return ((product if fused else product.half().double()) + number).half().double()
+
+    for fused in range(8):
+        x = add(add(u * u * a, b, bool(fused & 1)) * u * u, c, bool(fused & 2)) * u
+        assert torch.equal((add(x, 1536.0, bool(fused & 4)) - 1536).float(), want)
 
 
 def test_plans() -> None:

@@ -63,4 +63,4 @@ def test_wide_heads():
 
 
 def test_exact_and_empty():
-    interpret("test_exact:int8", "test_exact:int4", "test_empty", "test_plans")
+    interpret("test_exact:int8", "test_exact:int4", "test_empty", "test_plans", "test_levels")

@@ -74,7 +74,7 @@ def code_groups(
     x, row, stride, scales, stride_plane, codes, valid, HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    LIMIT: tl.constexpr = (1 << (BITS - 1)) - 1
+    TOP: tl.constexpr = 127.0 if BITS == 4 else 127.5  # the largest level
     byte = tl.arange(0, 32 * BLOCKS)
     # Groups of 32 are what the nibbles of a byte are; groups of 64 add errors 32 channels apart.
     NIBBLES: tl.constexpr = BITS == 4 and GROUP_SIZE == 32
@@ -86,8 +86,8 @@ def code_groups(
         low, high = codec.to_halves(rows, ROWS, HEAD_DIM, BLOCKS, NIBBLES)
     else:
         low, high, finite = quantize.usable_rows(low, high, quantize.ABSMAX_LIMIT)
-    wanted_low = quantize.group_absmax(low, ROWS, BLOCKS, LIMIT + 0.5)
-    wanted_high = quantize.group_absmax(high, ROWS, BLOCKS, LIMIT + 0.5)
+    wanted_low = quantize.group_absmax(low, ROWS, BLOCKS, TOP)
+    wanted_high = quantize.group_absmax(high, ROWS, BLOCKS, TOP)
     if GROUP_SIZE == 64:
         wanted_low = tl.maximum(wanted_low, wanted_high)
         wanted_high = wanted_low
@@ -108,8 +108,8 @@ def code_groups(
     if GROUP_SIZE == 64 and HEAD_DIM % 64:
         low, high = load_halves(x, row, stride, valid, byte, HEAD_DIM, True)
         low, high, finite = quantize.usable_rows(low, high, quantize.ABSMAX_LIMIT)
-    low_code = quantize.group_codes(low, inverse, m_low, usable, ROWS, BLOCKS, LIMIT)
-    high_code = quantize.group_codes(high, inverse, m_high, usable, ROWS, BLOCKS, LIMIT)
+    low_code = quantize.group_codes(low, inverse, m_low, usable, ROWS, BLOCKS, BITS)
+    high_code = quantize.group_codes(high, inverse, m_high, usable, ROWS, BLOCKS, BITS)
     codec.store_codes(codes, byte, low_code, high_code, valid[:, None], HEAD_DIM, BITS)
 
 

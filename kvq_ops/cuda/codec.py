@@ -118,6 +118,20 @@ def decode(x, PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
+def levels(x, PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr):
+    """What the codes of a plane stand for where the coding is in groups, fp16, exact. ``format.LEVELS`` has no formula,
+    but an odd polynomial comes within 0.33 of each level, fused or not, and a sum with 1536 rounds it: six operations
+    on two codes at once, where a table would be read code by code."""
+    if BITS == 8:
+        level = decode(x, PLANE, BITS, WORDS) + 0.5
+    else:
+        u = decode(x, PLANE, BITS, WORDS) + 0.5
+        t = u * u
+        level = (((0.0007128715515136719 * t + 0.044769287109375) * t + 12.1171875) * u + 1536.0) - 1536.0
+    return level
+
+
+@triton.jit
 def load_units(scales, token, seen):
     """Units of rows in groups, fp32 [tokens]: a power of two, 0 for a zero row, NaN for one that is not finite."""
     exponent = tl.load(scales + token, mask=seen, other=0).to(tl.int32)
@@ -147,12 +161,12 @@ def load_mantissas(
 
 @triton.jit
 def scale_groups(x, mantissas, COLUMNS: tl.constexpr):
-    """Codes [tokens, columns] to midpoints times their group's mantissa [tokens, groups], fp16: exact for 4 bits."""
+    """Levels [tokens, columns] times their group's mantissa [tokens, groups], fp16: exact for 4 bits, up to 2032."""
     rows: tl.constexpr = x.shape[0]
     groups: tl.constexpr = mantissas.shape[1]
     m = tl.broadcast_to(mantissas[:, :, None], [rows, groups, COLUMNS // groups])
     m = tl.reshape(m, [rows, COLUMNS])
-    return x * m + 0.5 * m
+    return x * m
 
 
 @triton.jit

@@ -12,6 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_ops import format
+
+LEVELS = tl.constexpr(format.LEVELS)
 ABSMAX_LIMIT = tl.constexpr(1.6e38)
 ROTATED_LIMIT = tl.constexpr(1e37)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -146,15 +149,28 @@ def row_unit(widest):
 
 
 @triton.jit
-def midpoint_codes(z, m, LIMIT: tl.constexpr):
-    return clamp(round_even(tl.div_rn(z, m) - 0.5), -LIMIT - 1.0, LIMIT * 1.0)
+def nearest(z, m, BITS: tl.constexpr):
+    """Codes whose levels come nearest to z / m, and those levels, fp32."""
+    x = tl.div_rn(z, m)
+    if BITS == 8:
+        code = clamp(round_even(x - 0.5), -128.0, 127.0)
+        level = code + 0.5
+    else:
+        code = x * 0.0 - 8.0
+        level = x * 0.0 + LEVELS[0]
+        for k in tl.static_range(15):
+            reached = x >= (LEVELS[k] + LEVELS[k + 1]) * 0.5
+            code = tl.where(reached, k - 7.0, code)
+            level = tl.where(reached, LEVELS[k + 1] * 1.0, level)
+    return code, level
 
 
 @triton.jit
-def squares(z, m, there, LIMIT: tl.constexpr):
-    """Of errors [rows, blocks, 32] with mantissas [rows, blocks], where there is a channel; (code + 0.5) * m is exact,
-    so that fusing it with the difference changes nothing."""
-    e = (midpoint_codes(z, m[:, :, None], LIMIT) + 0.5) * m[:, :, None] - z
+def squares(z, m, there, BITS: tl.constexpr):
+    """Of errors [rows, blocks, 32] with mantissas [rows, blocks], where there is a channel; level * m is exact, so that
+    fusing it with the difference changes nothing."""
+    _, level = nearest(z, m[:, :, None], BITS)
+    e = level * m[:, :, None] - z
     return tl.where(there, opaque(e * e), 0.0)
 
 
@@ -175,7 +191,6 @@ def mantissas(
     """Of each group, fp32 [rows, blocks] for both halves: groups of 64 are both halves of a block."""
     there_low = tl.reshape(there_low, [1, BLOCKS, 32])
     there_high = tl.reshape(there_high, [1, BLOCKS, 32])
-    LIMIT: tl.constexpr = (1 << (BITS - 1)) - 1
     z_low = tl.reshape(opaque(low * inverse[:, None]), [ROWS, BLOCKS, 32])
     z_high = tl.reshape(opaque(high * inverse[:, None]), [ROWS, BLOCKS, 32])
     most_low = clamp(tl.ceil(wanted_low * inverse[:, None]), 1.0, 16.0)
@@ -185,7 +200,7 @@ def mantissas(
     best_high = best_low
     for less in tl.static_range(3):
         m_low, m_high = tl.maximum(most_low - less, 1.0), tl.maximum(most_high - less, 1.0)
-        e_low, e_high = squares(z_low, m_low, there_low, LIMIT), squares(z_high, m_high, there_high, LIMIT)
+        e_low, e_high = squares(z_low, m_low, there_low, BITS), squares(z_high, m_high, there_high, BITS)
         if GROUP == 64:
             e_low = e_low + e_high
         error_low = sum_of_halves(e_low, ROWS, BLOCKS)
@@ -201,8 +216,9 @@ def mantissas(
 
 
 @triton.jit
-def group_codes(x, inverse, m, usable, ROWS: tl.constexpr, BLOCKS: tl.constexpr, LIMIT: tl.constexpr):
+def group_codes(x, inverse, m, usable, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr):
     """Codes of one half, int32 [rows, 32 * blocks]."""
     z = tl.reshape(opaque(x * inverse[:, None]), [ROWS, BLOCKS, 32])
-    code = tl.reshape(midpoint_codes(z, m[:, :, None], LIMIT), [ROWS, 32 * BLOCKS])
+    code, _ = nearest(z, m[:, :, None], BITS)
+    code = tl.reshape(code, [ROWS, 32 * BLOCKS])
     return tl.where(usable[:, None], code, 0.0).to(tl.int32)

@@ -80,13 +80,15 @@ def product(s, q, k, SPLIT: tl.constexpr):
 @triton.jit
 def key_plane(words, m_low, m_high, PLANE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, CODING: tl.constexpr,
               COLUMNS: tl.constexpr):  # fmt: skip
-    """Codes of a plane, in groups times their mantissas, fp16 [tokens, columns]."""
-    x = codec.decode(words, PLANE, BITS, WORDS)
+    """Codes of a plane, in groups their levels times mantissas, fp16 [tokens, columns]."""
     if CODING == GROUP:
+        x = codec.levels(words, PLANE, BITS, WORDS)
         if BITS == 4 and PLANE % 2 == 1:
             x = codec.scale_groups(x, m_high, COLUMNS)
         else:
             x = codec.scale_groups(x, m_low, COLUMNS)
+    else:
+        x = codec.decode(words, PLANE, BITS, WORDS)
     return x
 
 
