@@ -3,10 +3,10 @@ it (flash decoding), a second kernel combines the runs of each row in a fixed or
 
 Both products run on the tensor cores in fp16 with fp32 sums. Codes are exact in fp16, and so are the levels of 4-bit
 codes times their mantissas. What scales a row of the cache stays outside of the products: a key row's scale multiplies
-its logit, a value row's its weight; scales of keys coded per channel go into the query, once a block, their offsets into
-one number to add. Query rows and weights are brought to the range of fp16 by powers of two, so bf16 magnitudes survive.
-What fp16 leaves over takes a second product (SPLIT): of fp32 queries and their weights, and of fp16 queries times
-scales.
+its logit, a value row's its weight; scales of keys coded per channel go into the query, once a block, and their offsets
+into one number to add. Query rows and weights are brought to the range of fp16 by powers of two; bf16 magnitudes
+survive so. What fp16 leaves over takes a second product (SPLIT): of fp32 queries and their weights, and of fp16 queries
+times scales.
 
 Which tokens a program reads follows from the length that it finds on the device, so that a short sequence in a large
 cache is spread over as many programs as in a small one; programs without tokens leave at once.
