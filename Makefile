@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq
 LIBRARY := kvq_ops/_kvq_ops.abi3.so
 CSRC := kvq_ops/csrc
 HARNESS := tests/native
-CPP_FILES = $(shell find $(CSRC) tests -name '*.cpp' -o -name '*.h')
+CPP_FILES = $(shell find $(CSRC) tests examples -name '*.cpp' -o -name '*.h')
 # TORCH names its own stamp, so that another value installs anew.
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 # Two workers with one thread each: tests that need threads ask for them.

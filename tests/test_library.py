@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import kvq_ops
+from kvq_ops import native
+from kvq_ops.format import SCHEMA_VERSION
 from kvq_ops.native import LIBRARY, MIN_TORCH, file_problem, library_path, torch_problem
 
 ROOT = Path(__file__).parents[1]
@@ -175,6 +177,14 @@ def test_library_of_another_processor(tmp_path):
     path.write_bytes(header)
     name = {62: "x86_64", 183: "aarch64"}[other]
     assert file_problem(path) == f"a library for {name}, and this machine is {here}"
+
+
+def test_library_of_another_schema_version(monkeypatch):
+    assert torch.ops.kvq.schema_version() == SCHEMA_VERSION
+    monkeypatch.setattr(native, "SCHEMA_VERSION", 1000)
+    said = f"found: a library of schema version {SCHEMA_VERSION}; these sources are of 1000\n"
+    with pytest.raises(ImportError, match=said):
+        native.load()
 
 
 def test_library_of_another_version(bare_package):

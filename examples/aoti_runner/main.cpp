@@ -2,7 +2,8 @@
 //
 //   kvq_runner [--library FILE] [--tokens N] [--batch B] MODEL.pt2 ID...
 //
-// The ids are the prompt, the same for every sequence of the batch; prompt and answer go through token by token. Without
+// The ids are the prompt, the same for every sequence of the batch; prompt and answer go through token by token.
+// Without
 // --library, _kvq_ops.abi3.so is taken from beside this program, else from where the loader looks (LD_LIBRARY_PATH).
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -51,8 +52,8 @@ void check_version(const Metadata& metadata) {
 // Empty caches for a package that takes them as inputs: a line a part, "int8 batch 3 256 64", in the inputs' order.
 std::vector<at::Tensor> make_caches(const std::string& inputs, int64_t batch) {
   static const std::unordered_map<std::string, at::ScalarType> dtypes = {
-      {"int8", at::kChar},      {"uint8", at::kByte},        {"int32", at::kInt},
-      {"float32", at::kFloat},  {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}};
+      {"int8", at::kChar},     {"uint8", at::kByte},        {"int32", at::kInt},
+      {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}};
   std::vector<at::Tensor> parts;
   std::istringstream lines(inputs);
   for (std::string line; std::getline(lines, line);) {
