@@ -3,12 +3,13 @@
 ``append`` quantises new rows into a cache, ``attend`` reads it as it is; :class:`QuantizedKVCache` holds one layer's.
 """
 
-from kvq_ops.cache import QuantizedKVCache
-from kvq_ops.format import FORMATS, CacheFormat, SideFormat, get_format
-from kvq_ops.integrations.package import PACKAGE_METADATA, check_package
-from kvq_ops.integrations.rewrite import AttentionReport, RewriteReport, quantize_kv_storage
-from kvq_ops.native import library_path
-from kvq_ops.ops import append, attend, cpu_isa
+from . import layers
+from .cache import QuantizedKVCache
+from .format import FORMATS, CacheFormat, SideFormat, get_format
+from .integrations.package import PACKAGE_METADATA, check_package
+from .integrations.rewrite import AttentionReport, RewriteReport, quantize_kv_storage
+from .native import library_path
+from .ops import append, attend, cpu_isa
 
 __all__ = [
     "FORMATS",
@@ -23,6 +24,7 @@ __all__ = [
     "check_package",
     "cpu_isa",
     "get_format",
+    "layers",
     "library_path",
     "quantize_kv_storage",
 ]

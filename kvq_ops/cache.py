@@ -9,8 +9,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from kvq_ops import checks, ops, reference
-from kvq_ops.format import CacheFormat
+from . import checks, ops, reference
+from .format import CacheFormat
 
 __all__ = ["QuantizedKVCache"]
 

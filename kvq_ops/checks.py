@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvq_ops.format import MAX_HEAD_DIM, MAX_TOKENS, MIN_HEAD_DIM, CacheFormat, Part, get_format
+from .format import MAX_HEAD_DIM, MAX_TOKENS, MIN_HEAD_DIM, CacheFormat, Part, get_format
 
 __all__ = [
     "append",

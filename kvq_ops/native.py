@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kvq_ops.format import SCHEMA_VERSION
+from .format import SCHEMA_VERSION
 
 __all__ = ["LIBRARY", "MIN_TORCH", "library_path", "load"]
 
@@ -31,14 +31,14 @@ _MACHINES = {"x86_64": 62, "aarch64": 183}
 def library_path() -> Path:
     """The compiled library's file. Raises ``ImportError`` where there is none."""
     candidates = _candidates()
-    for path in candidates:
+    for path in (*candidates, *_named_after_namespaces()):
         if path.is_file():
             return path
     raise _error(candidates, "nothing", _BUILD)
 
 
-def load() -> Path:
-    """Loads the library into torch, once a process, and returns its path.
+def load(namespace: str) -> Path:
+    """Loads the library into torch, once a process, and returns its path; ``namespace`` is that of its ops.
 
     Raises ``ImportError`` that says what was looked for, what was found and what to do."""
     problem = torch_problem(torch.__version__)
@@ -53,10 +53,11 @@ def load() -> Path:
         problem = f"a file that does not load: {error.__cause__ or error}"  # torch hides the loader's words there
     if problem is not None:
         raise _error([path], problem, _BUILD)
-    absent = [f"kvq::{name}" for name in _OPS if not hasattr(torch.ops.kvq, name)]
+    ops = getattr(torch.ops, namespace)
+    absent = [f"{namespace}::{name}" for name in _OPS if not hasattr(ops, name)]
     if absent:
         raise _error([path], f"a library of another version, without {', '.join(absent)}", _BUILD)
-    version = torch.ops.kvq.schema_version()
+    version = ops.schema_version()
     if version != SCHEMA_VERSION:
         raise _error([path], f"a library of schema version {version}; these sources are of {SCHEMA_VERSION}", _BUILD)
     return path
@@ -93,6 +94,11 @@ def _candidates() -> list[Path]:
     package = sys.modules[__name__.rpartition(".")[0]]
     folders = dict.fromkeys([Path(__file__).parent, *map(Path, package.__path__)])
     return [folder / LIBRARY for folder in folders]
+
+
+def _named_after_namespaces() -> list[Path]:
+    """Libraries of a build for the Hugging Face Hub: one, called like its ops' namespace."""
+    return sorted(Path(__file__).parent.glob("_kvq_ops_*.abi3.so"))
 
 
 def _error(looked_for: list[Path], found: str, to_do: str) -> ImportError:

@@ -1,26 +1,44 @@
-"""The ops: loads the library, registers fakes, CUDA and what gradients do, and wraps each op with types.
+"""The ops: registers fakes, CUDA and what gradients do, and wraps each op with types.
 
-``torch.ops.kvq.*`` are the same ops without the wrappers. Every cache tensor is written in place; parts and shapes
+``torch.ops.kvq.*`` are the same ops without the wrappers (in a build for the Hugging Face Hub, the namespace is its
+own). Every cache tensor is written in place; parts and shapes
 are as ``kvq_ops.format`` says.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from kvq_ops import cuda, meta, native
+from . import cuda, meta
+from ._ops import add_op_namespace_prefix, ops
+from .schemas import SCHEMAS
 
 __all__ = ["append", "attend", "cpu_isa"]
 
-native.load()
+_LIBRARY = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")  # type: ignore[no-untyped-call]
 
-_APPEND = torch.ops.kvq.append.default
-_ATTEND = torch.ops.kvq.attend.default
-_ATTEND_LSE = torch.ops.kvq.attend_lse.default
-_LIBRARY = torch.library.Library("kvq", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+def _refuse_cpu(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(f"kvq::{name}: tensors must be on a GPU in a build without CPU kernels, got cpu")
+
+
+def _define() -> None:
+    """What the compiled library defines, in a build that has none: for CUDA all is Python."""
+    for name, schema in SCHEMAS.items():
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, partial(_refuse_cpu, name), "CPU")  # type: ignore[no-untyped-call]
+
+
+_COMPILED = hasattr(ops, "append")
+if not _COMPILED:
+    _define()
+_APPEND = ops.append.default
+_ATTEND = ops.attend.default
+_ATTEND_LSE = ops.attend_lse.default
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset  # noqa: SLF001 the names that torch.library itself uses
 _below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
 
@@ -30,7 +48,7 @@ def _refuse_gradient(op: Any) -> None:
 
     This kernel costs 7 us a call, torch.library.register_autograd's 8; in C++ it would cost none, but the stable ABI
     cannot dispatch below autograd. Inference mode and the wrapper below pass it by."""
-    name = op.name().partition(".")[0]
+    name = f"kvq::{op._opname}"  # noqa: SLF001
 
     class Attend(torch.autograd.Function):
         @staticmethod
@@ -55,10 +73,10 @@ def _refuse_gradient(op: Any) -> None:
 def _register_fake(fake: Any) -> None:
     def traced(*arguments: Any) -> Any:
         if arguments[0].device.type == "cuda":
-            cuda.prepare()
+            cuda.prepare(add_op_namespace_prefix)
         return fake(*arguments)
 
-    torch.library.register_fake(f"kvq::{fake.__name__}", traced)
+    torch.library.register_fake(add_op_namespace_prefix(fake.__name__), traced)
 
 
 for _fake in (meta.append, meta.attend, meta.attend_lse):
@@ -195,6 +213,9 @@ def attend(
 
 
 def cpu_isa() -> str:
-    """The instruction set that the CPU kernels use; ``KVQ_CPU_ISA`` forces one by name."""
-    name: str = torch.ops.kvq.cpu_isa()
+    """The instruction set that the CPU kernels use; ``KVQ_CPU_ISA`` forces one by name. Raises ``RuntimeError`` in a
+    build without CPU kernels."""
+    if not _COMPILED:
+        raise RuntimeError("cpu_isa: the build must have CPU kernels, got one for CUDA")
+    name: str = ops.cpu_isa()
     return name

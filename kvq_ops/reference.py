@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvq_ops.format import LEVELS, NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
+from .format import LEVELS, NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
 
 __all__ = [
     "ABSMAX_LIMIT",

@@ -14,13 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. A name is a module or a package of kvq_ops; those of one floor do not know each other.
 PYTHON_FLOORS = [
-    {"format"},
+    {"format", "schemas"},
     {"reference"},
     {"checks"},
     {"meta", "cuda", "native"},
+    {"_ops"},
     {"ops"},
     {"cache"},
-    {"integrations"},
+    {"integrations", "layers"},
     {"__init__"},
 ]
 # Lowest first, as patterns of paths in csrc; the first that fits counts. Headers of one floor may include each other.
@@ -108,6 +109,22 @@ def test_cpp_floors():
 def test_format_uses_the_standard_library_only():
     names = {name.partition(".")[0] for name in imports(ROOT / "kvq_ops/format.py", ROOT / "kvq_ops")}
     assert names <= sys.stdlib_module_names
+
+
+def test_imports_of_itself_are_relative():
+    """A build for the Hugging Face Hub is the same sources under another name."""
+    package = ROOT / "kvq_ops"
+    texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    assert [name for name, text in texts.items() if re.search(r"^\s*(import|from) kvq_ops\b", text, re.MULTILINE)] == []
+
+
+def test_only_one_module_names_the_namespace():
+    """In a build for the Hugging Face Hub it is another; ``kvq::append`` in messages is the op's name for people."""
+    package = ROOT / "kvq_ops"
+    named = r"ops\.kvq\b|(Library|register_\w+|getattr|load)\(\s*(torch\.ops, )?f?[\"']kvq\b"
+    texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    code = {name: re.sub(r'"""(?s:.*?)"""', "", text) for name, text in texts.items()}
+    assert {name for name, text in code.items() if re.search(named, text)} == {"_ops.py"}
 
 
 def test_no_numpy():

@@ -31,6 +31,7 @@ PUBLIC = [
     "check_package",
     "cpu_isa",
     "get_format",
+    "layers",
     "library_path",
     "quantize_kv_storage",
 ]
@@ -184,7 +185,7 @@ def test_library_of_another_schema_version(monkeypatch):
     monkeypatch.setattr(native, "SCHEMA_VERSION", 1000)
     said = f"found: a library of schema version {SCHEMA_VERSION}; these sources are of 1000\n"
     with pytest.raises(ImportError, match=said):
-        native.load()
+        native.load("kvq")
 
 
 def test_library_of_another_version(bare_package):

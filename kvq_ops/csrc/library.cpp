@@ -4,7 +4,19 @@
 // without them refuse them. `append` advances `lengths` itself, so that no aten op touches them inside a model.
 #include "ops.h"
 
-STABLE_TORCH_LIBRARY(kvq, m) {
+// The ops' namespace: a build for the Hugging Face Hub, which sets the second name, has one of its own. torch's macros
+// paste the name that they are given, so these expand it first.
+#ifndef KVQ_NAMESPACE
+#ifdef TORCH_EXTENSION_NAME
+#define KVQ_NAMESPACE TORCH_EXTENSION_NAME
+#else
+#define KVQ_NAMESPACE kvq
+#endif
+#endif
+#define KVQ_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
+#define KVQ_LIBRARY_IMPL(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
+
+KVQ_LIBRARY(KVQ_NAMESPACE, m) {
   m.def(
       "append(Tensor(a!) key_codes, Tensor(b!) key_scales, Tensor(c!) value_codes, Tensor(d!) value_scales, "
       "Tensor(e!) lengths, Tensor key, Tensor value, str format, Tensor(f!)? key_zeros=None, "
@@ -34,13 +46,13 @@ int64_t schema_version() {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvq, CPU, m) {
+KVQ_LIBRARY_IMPL(KVQ_NAMESPACE, CPU, m) {
   m.impl("append", TORCH_BOX(&kvq::append_cpu));
   m.impl("attend", TORCH_BOX(&kvq::attend_cpu));
   m.impl("attend_lse", TORCH_BOX(&kvq::attend_lse_cpu));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvq, CompositeExplicitAutograd, m) {
+KVQ_LIBRARY_IMPL(KVQ_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("schema_version", TORCH_BOX(&schema_version));
 }

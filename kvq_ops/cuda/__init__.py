@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_ops import checks
+from .. import checks
 
 __all__ = ["append", "attend", "attend_lse", "prepare", "register"]
 
@@ -47,7 +47,7 @@ def append(*arguments: Any, **keywords: Any) -> None:
     """``kvq::append`` over CUDA tensors."""
     checks.append("kvq::append", *arguments, **keywords)
     _check_device("kvq::append", "key_codes", _first(arguments, keywords, "key_codes"))
-    from kvq_ops.cuda import launch
+    from . import launch
 
     launch.append(*arguments, **keywords)
 
@@ -65,7 +65,7 @@ def attend_lse(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
 def _attend(op: str, lse: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Tensor, Tensor]:
     checks.attend(op, *arguments, **keywords)
     _check_device(op, "query", _first(arguments, keywords, "query"))
-    from kvq_ops.cuda import launch
+    from . import launch
 
     return launch.attend(lse, *arguments, **keywords)
 
@@ -76,23 +76,23 @@ def _first(arguments: tuple[Any, ...], keywords: dict[str, Any], name: str) -> T
 
 
 @cache
-def prepare() -> None:
+def prepare(prefixed: Callable[[str], str]) -> None:
     """Tell torch's compile caches which kernels stand behind the ops: without, they would serve kernels of an older
-    kvq_ops. To be called once CUDA tensors are traced."""
+    kvq_ops. To be called once CUDA tensors are traced; ``prefixed`` puts the namespace before an op's name."""
     if find_spec("triton") is None:
         return
     from torch._library.triton import triton_ops_to_kernels
 
-    from kvq_ops.cuda.launch import KERNELS
+    from .launch import KERNELS
 
-    triton_ops_to_kernels.update(KERNELS)
+    triton_ops_to_kernels.update({prefixed(name): kernels for name, kernels in KERNELS.items()})
 
 
 def register(library: torch.library.Library, ops: dict[str, Any]) -> None:
     """The CUDA kernels of ops, by name, and how tracing takes them apart."""
     for name, function in (("append", append), ("attend", attend), ("attend_lse", attend_lse)):
         library.impl(ops[name], function, "CUDA")  # type: ignore[no-untyped-call]
-        _decompose(f"kvq::{name}", function)
+        _decompose(ops[name].name(), function)
 
 
 def _decompose(name: str, function: Callable[..., Any]) -> None:

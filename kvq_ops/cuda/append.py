@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_ops.cuda import codec, quantize
+from . import codec, quantize
 
 ROW = tl.constexpr(0)
 GROUP = tl.constexpr(1)

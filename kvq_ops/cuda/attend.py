@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_ops.cuda import codec, quantize, tiles
+from . import codec, quantize, tiles
 
 CHANNEL = tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from kvq_ops.cuda import plan
-from kvq_ops.cuda.append import append_kernel, finish_kernel
-from kvq_ops.cuda.attend import attend_kernel, combine_kernel
-from kvq_ops.format import NIBBLE_BLOCK, CacheFormat, get_format
+from ..format import NIBBLE_BLOCK, CacheFormat, get_format
+from . import plan
+from .append import append_kernel, finish_kernel
+from .attend import attend_kernel, combine_kernel
 
 __all__ = ["KERNELS", "append", "attend"]
 
 KERNELS: dict[str, list[Any]] = {
-    "kvq::append": [append_kernel, finish_kernel],
-    "kvq::attend": [attend_kernel, combine_kernel],
-    "kvq::attend_lse": [attend_kernel, combine_kernel],
+    "append": [append_kernel, finish_kernel],
+    "attend": [attend_kernel, combine_kernel],
+    "attend_lse": [attend_kernel, combine_kernel],
 }
 """By op: what compile caches must hash."""
 _FAKE_MULTIPROCESSORS = 132

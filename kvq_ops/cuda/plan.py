@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvq_ops.format import NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
+from ..format import NIBBLE_BLOCK, CacheFormat, SideFormat, get_format
 
 __all__ = ["VERSION", "AttendPlan", "Constants", "append_rows", "attend_plan", "constants", "splits"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_ops import format
+from .. import format
 
 LEVELS = tl.constexpr(format.LEVELS)
 ABSMAX_LIMIT = tl.constexpr(1.6e38)

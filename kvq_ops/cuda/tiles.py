@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_ops.cuda import codec, quantize
+from . import codec, quantize
 
 GROUP = tl.constexpr(1)
 TOKEN = tl.constexpr(2)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from kvq_ops import ops  # noqa: F401 defines the ops
-from kvq_ops.cache import QuantizedKVCache
-from kvq_ops.format import CacheFormat
+from .._ops import ops
+from ..cache import QuantizedKVCache
+from ..format import CacheFormat
 
 __all__ = ["HeadParallel", "TokenParallelCache", "local_heads", "merge_attention"]
 
@@ -97,7 +97,7 @@ def _rule(op: Any) -> None:
     register_sharding(op)(rule)
 
 
-for _op in (torch.ops.kvq.append.default, torch.ops.kvq.attend.default, torch.ops.kvq.attend_lse.default):
+for _op in (ops.append.default, ops.attend.default, ops.attend_lse.default):
     _rule(_op)
 
 

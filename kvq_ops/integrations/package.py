@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvq_ops.format import SCHEMA_VERSION
+from ..format import SCHEMA_VERSION
 
 __all__ = ["PACKAGE_METADATA", "check_package"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvq_ops import checks
+from .. import checks
 
 __all__ = ["append"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_ops import checks
+from .. import checks
 
 __all__ = ["attend", "attend_lse"]
 

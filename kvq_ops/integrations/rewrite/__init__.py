@@ -12,13 +12,13 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvq_ops import checks
-from kvq_ops.format import CacheFormat, get_format
-from kvq_ops.integrations.rewrite.match import Cache, Match, find_cache, match_attention
-from kvq_ops.integrations.rewrite.position import Prover
-from kvq_ops.integrations.rewrite.program import Program, SkipError, arguments, shape
-from kvq_ops.integrations.rewrite.report import AttentionReport, RewriteReport
-from kvq_ops.integrations.rewrite.surgery import Surgeon, format_parts
+from ... import checks
+from ...format import CacheFormat, get_format
+from .match import Cache, Match, find_cache, match_attention
+from .position import Prover
+from .program import Program, SkipError, arguments, shape
+from .report import AttentionReport, RewriteReport
+from .surgery import Surgeon, format_parts
 
 __all__ = ["AttentionReport", "RewriteReport", "quantize_kv_storage"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kvq_ops.integrations.rewrite.program import SkipError, arguments, shape, target_name
+from .program import SkipError, arguments, shape, target_name
 
 __all__ = ["REPEAT", "VIEWS", "WRITERS", "Trace", "trace"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from kvq_ops.integrations.rewrite.layout import CUTS, REPEAT, VIEWS, WRITERS, Trace, trace
-from kvq_ops.integrations.rewrite.program import Program, SkipError, arguments, shape
+from .layout import CUTS, REPEAT, VIEWS, WRITERS, Trace, trace
+from .program import Program, SkipError, arguments, shape
 
 __all__ = ["Cache", "Match", "Write", "find_cache", "match_attention"]
 

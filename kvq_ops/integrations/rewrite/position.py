@@ -18,8 +18,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from kvq_ops.integrations.rewrite.match import Match
-from kvq_ops.integrations.rewrite.program import Program, SkipError, target_name
+from .match import Match
+from .program import Program, SkipError, target_name
 
 __all__ = ["Prover"]
 

@@ -19,15 +19,16 @@ from torch.export.graph_signature import (
 )
 from torch.fx import GraphModule, Node
 
-from kvq_ops.format import CacheFormat, Part
-from kvq_ops.integrations.rewrite.match import Cache, Match, Write
-from kvq_ops.integrations.rewrite.program import Program
+from ..._ops import ops
+from ...format import CacheFormat, Part
+from .match import Cache, Match, Write
+from .program import Program
 
 __all__ = ["Surgeon", "format_parts"]
 
 aten = torch.ops.aten
-_APPEND = torch.ops.kvq.append.default
-_ATTEND = torch.ops.kvq.attend.default
+_APPEND = ops.append.default
+_ATTEND = ops.attend.default
 _CODED = ("key_codes", "key_scales", "value_codes", "value_scales")
 """The parts that ops take by position; a format's others they take by name."""
 _SCALARS = frozenset({aten.item.default, aten._local_scalar_dense.default})  # noqa: SLF001
