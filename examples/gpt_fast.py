@@ -1,7 +1,7 @@
 """Decoding in gpt-fast's shape: a prefill and a decode_one_token, each compiled whole, driven by ``input_pos``.
 
-``Attention`` over ``KVCache`` is what such a model has; ``QuantizedAttention`` over ``QuantizedKVCache`` differs from it
-in three lines, which docs/moving_over/gpt_fast.md shows. ``python -m examples.gpt_fast --help`` lists the options; the
+Such a model has ``Attention`` over ``KVCache``; ``QuantizedAttention`` over ``QuantizedKVCache`` differs from it in
+three lines, which docs/moving_over/gpt_fast.md shows. ``python -m examples.gpt_fast --help`` lists the options; the
 model is the demo's.
 """
 
