@@ -82,10 +82,13 @@ class CachedKeyValue:
 
 
 class KVQLayer(CacheLayerMixin):
-    """A layer of a transformers cache over a :class:`kvq_ops.QuantizedKVCache`, allocated at the first update.
+    """A layer of a transformers cache over a :class:`kvq_ops.QuantizedKVCache`, allocated at the first update (never as
+    inference tensors, so that a cache may be filled under ``torch.inference_mode`` and reset or cropped outside).
 
-    ``cache`` holds each sequence's own tokens; ``padding``, int32 [batch], is what came before them at the left, so
-    that lengths and padding add up to the number of positions that transformers counts, the same for all sequences.
+    ``cache`` holds each sequence's own tokens; ``padding``, int64 [batch], counts what came before them at the left;
+    ``seen``, int64 without dimensions, counts positions as transformers does: each sequence's length and padding
+    together. It is a tensor of its own, since Inductor may take an aten read of the cache's ``lengths`` to after an
+    append that advances them.
 
     Args:
         max_cache_len: tokens of each sequence.
@@ -100,6 +103,7 @@ class KVQLayer(CacheLayerMixin):
 
     cache: QuantizedKVCache
     padding: Tensor
+    seen: Tensor
 
     def __init__(
         self, max_cache_len: int, format: CacheFormat, *, model_type: str = "unknown", offloads: bool = False
@@ -128,7 +132,9 @@ class KVQLayer(CacheLayerMixin):
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads_kv, _, head_dim = key_states.shape
-        self._take(self._allocate(batch, heads_kv, head_dim), torch.zeros(batch, dtype=torch.int32))
+        with torch.inference_mode(False):
+            counts = torch.zeros(batch, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+            self._take(self._allocate(batch, heads_kv, head_dim), *counts)
         self.is_initialized = True
 
     def update(
@@ -148,15 +154,14 @@ class KVQLayer(CacheLayerMixin):
         In compiled code there is no host read: one new token is the sequence's own, several are asserted to be."""
         if mask is None:
             return None
-        lengths = self.cache.lengths
         if torch.compiler.is_compiling():
             if tokens > 1:
-                assert_no_padding(mask, lengths, tokens)
+                assert_no_padding(mask, self.seen - self.padding, tokens)
             return None
         # Layers of one model share the mask: the first proves it, and again when it comes a second time.
         proved: tuple[list[int], set[int]] | None = getattr(mask, "_kvq_proved", None)
         if proved is None or id(self) in proved[1]:
-            proved = new_tokens(mask, lengths, self.padding, tokens), set()
+            proved = new_tokens(mask, self.cache.lengths, int(self.seen), tokens), set()
             mask._kvq_proved = proved  # type: ignore[attr-defined]  # noqa: SLF001
         proved[1].add(id(self))
         rows = proved[0]
@@ -164,15 +169,16 @@ class KVQLayer(CacheLayerMixin):
 
     def append(self, key: Tensor, value: Tensor, rows: list[int] | None) -> None:
         """Append key and value [batch, heads_kv, tokens, head_dim], of sequence b its last ``rows[b]``."""
+        tokens = key.shape[2]
         if rows is None:
             self.cache.append(key, value)
+            self.seen.add_(tokens)
             return
-        tokens = key.shape[2]
         for first, last, count in _runs(rows):
             own_key, own_value = (new[first:last, :, tokens - count :] for new in (key, value))
             ops.append(key=own_key, value=own_value, format=self.format.name, **self._sequences(first, last))
-        padding = [tokens - count for count in rows]
-        self.padding.add_(torch.tensor(padding, dtype=torch.int32, device=self.padding.device))
+        self.padding.add_(tokens - torch.tensor(rows, device=self.padding.device))
+        self.seen.add_(tokens)
 
     def attend(self, query: Tensor, rows: list[int] | None, scale: float | None, sinks: Tensor | None) -> Tensor:
         """Attention of query [batch, heads_q, tokens, head_dim], like it; zeros where a query is padding. ``sinks``
@@ -195,9 +201,7 @@ class KVQLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | Tensor:
         """Positions that were seen, padding included: 0, or an int64 tensor without dimensions once allocated."""
-        if not self.is_initialized:
-            return 0
-        return (self.cache.lengths[0] + self.padding[0]).long()
+        return self.seen if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         return self.max_cache_len
@@ -205,13 +209,14 @@ class KVQLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of all parts; 0 before the first update."""
-        return self.cache.nbytes + self.padding.nbytes if self.is_initialized else 0
+        return self.cache.nbytes + self.padding.nbytes + self.seen.nbytes if self.is_initialized else 0
 
     def reset(self) -> None:
         """Empty every sequence, in place."""
         if self.is_initialized:
             self.cache.reset()
             self.padding.zero_()
+            self.seen.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest ``-tokens_to_remove`` positions of every sequence, in place.
@@ -223,15 +228,15 @@ class KVQLayer(CacheLayerMixin):
             return
         lengths = self.cache.lengths
         kept = (lengths - count).clamp(min=0)
-        padding = (self.padding - (count - (lengths - kept))).clamp(min=0)
         self.cache.truncate(kept)
-        self.padding.copy_(padding)
+        self.seen.sub_(count).clamp_(min=0)
+        self.padding.copy_(self.seen - kept)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence b becomes what sequence beam_idx[b] was, in place."""
         if self.is_initialized:
             self.cache.reorder(beam_idx)
-            self.padding.copy_(self.padding[beam_idx.to(self.padding.device).long()])
+            self.padding.copy_(self.padding[beam_idx.to(self.padding.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, into new tensors."""
@@ -263,24 +268,25 @@ class KVQLayer(CacheLayerMixin):
             batch, heads_kv, head_dim, self.max_cache_len, format=self.format, dtype=self.dtype, device=self.device
         )
 
-    def _take(self, cache: QuantizedKVCache, padding: Tensor) -> None:
+    def _take(self, cache: QuantizedKVCache, padding: Tensor, seen: Tensor) -> None:
         self.cache, self.batch_size, self.num_heads = cache, cache.batch, cache.heads_kv
-        self.padding = padding.to(self.device)
-        if self.padding.device.type == "cuda":
-            torch._dynamo.mark_static_address(self.padding)  # noqa: SLF001
+        self.padding, self.seen = padding.to(self.device), seen.to(self.device)
+        if self.device.type == "cuda":
+            for counts in (self.padding, self.seen):
+                torch._dynamo.mark_static_address(counts, guard=False)  # noqa: SLF001
 
     def _select(self, index: Tensor) -> None:
         old = self.cache
-        new = self._allocate(len(index), old.heads_kv, old.head_dim)
-        index = index.to(old.lengths.device)
-        for name, part in old.named_buffers():
-            torch.index_select(part, 0, index, out=getattr(new, name))
-        self._take(new, self.padding[index])
+        with torch.inference_mode(False):
+            new = self._allocate(len(index), old.heads_kv, old.head_dim)
+            index = index.to(old.lengths.device)
+            for name, part in old.named_buffers():
+                torch.index_select(part, 0, index, out=getattr(new, name))
+            self._take(new, self.padding[index], self.seen)
 
     def _move(self, device: torch.device) -> None:
-        if self.padding.device != device:
+        if self.cache.lengths.device != device:
             self.cache.to(device)
-            self.padding = self.padding.to(device)
 
     def _sequences(self, first: int, last: int) -> dict[str, Any]:
         """The parts of neighbouring sequences, by name."""

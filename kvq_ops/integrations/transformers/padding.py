@@ -21,15 +21,14 @@ def refuse(argument: str, requirement: str, got: object) -> NoReturn:
     raise ValueError(f"kvq attention: {argument} must {requirement}, got {got}")
 
 
-def new_tokens(mask: Tensor, lengths: Tensor, padding: Tensor, tokens: int) -> list[int]:
+def new_tokens(mask: Tensor, lengths: Tensor, seen: int, tokens: int) -> list[int]:
     """How many of the newest ``tokens`` positions of each sequence are tokens of its own, the rest being padding.
 
-    mask is [batch or 1, 1, tokens, positions], bool (True: seen) or float (0: seen); lengths and padding, int32
-    [batch], are what the cache holds and what padding came before. Reads all three on the host.
+    mask is [batch or 1, 1, tokens, positions], bool (True: shown) or float (0: shown); lengths, int32 [batch], is what
+    the cache holds of each sequence after ``seen`` positions. Reads both on the host.
 
     Raises ``ValueError`` for any other pattern than a causal one with padding at the left."""
     batch, held = len(lengths), lengths.tolist()
-    seen = held[0] + int(padding[0])
     shown = _shown(mask, batch, tokens, seen)
     # The newest query is a token of its own wherever the sequence has begun; what it does not see at first is padding.
     positions = torch.arange(shown.shape[2], device=mask.device)
@@ -61,10 +60,10 @@ def _shown(mask: Tensor, batch: int, tokens: int, seen: int) -> Tensor:
     return shown.expand(batch, -1, -1)
 
 
-def assert_no_padding(mask: Tensor, lengths: Tensor, tokens: int) -> None:
+def assert_no_padding(mask: Tensor, held: Tensor, tokens: int) -> None:
     """In compiled code, where nothing is read on the host: an assertion in the graph that a mask of several new tokens
-    hides none of them, and nothing that is held."""
-    expected = lengths[:, None] + torch.arange(1, tokens + 1, device=mask.device)
+    hides none of them, and nothing of what is held, int64 [batch]."""
+    expected = held[:, None] + torch.arange(1, tokens + 1, device=mask.device)
     shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
     torch._assert_async(  # noqa: SLF001 the only assertion that a graph keeps and no host waits for
         (shown.sum(-1) == expected).all(),
