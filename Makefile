@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq
 LIBRARY := kvq_ops/_kvq_ops.abi3.so
 CSRC := kvq_ops/csrc
 HARNESS := tests/native
-CPP_FILES = $(shell find $(CSRC) tests examples -name '*.cpp' -o -name '*.h')
+CPP_FILES = $(shell find $(CSRC) tests examples hub -name '*.cpp' -o -name '*.h')
 # TORCH names its own stamp, so that another value installs anew.
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 # Two workers with one thread each: tests that need threads ask for them.
@@ -25,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyt
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; Ninja and pytest use the cores.
 .NOTPARALLEL:
-.PHONY: help build test test-slow check format sanitize demo quality bench gpu-check clean
+.PHONY: help build test test-slow check format sanitize demo quality bench gpu-check hub clean
 
 help:
 	@echo 'make demo        a language model decodes over int8 and 4-bit caches'
@@ -36,6 +36,7 @@ help:
 	@echo 'make bench       attend on the CPU, beside the memory limit and the peers that are installed'
 	@echo 'make gpu-check   correctness, CUDA graphs and times on a GPU'
 	@echo 'make build       the compiled library, $(LIBRARY)'
+	@echo 'make hub         the kernel for the Hugging Face Hub, laid out in build/hub'
 	@echo 'make clean       removes what was built, but .venv'
 
 build: $(LIBRARY)
@@ -74,6 +75,9 @@ bench: $(LIBRARY) $(STAMPS)/test $(STAMPS)/bench
 
 gpu-check: $(LIBRARY) $(STAMPS)/test
 	TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+hub: $(LIBRARY)
+	$(BIN)/python -m hub.layout $(ARGS)
 
 clean:
 	rm -rf build dist $(LIBRARY) .mypy_cache .pytest_cache .ruff_cache

@@ -147,9 +147,10 @@ def test_kernel_leaves_the_packages_namespace_alone(repository: Path) -> None:
 def run(script: str, *arguments: Path, **environment: str) -> str:
     """The output of a Python without the checkout and without a network's kernels."""
     command = [sys.executable, "-W", "error", "-c", script, *map(str, arguments)]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **environment}
-    offline.pop("PYTHONPATH", None)
-    done = subprocess.run(command, check=False, env=offline, capture_output=True, text=True, cwd=ROOT.parent)
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **environment}
+    done = subprocess.run(
+        command, check=False, env=os.environ | offline, capture_output=True, text=True, cwd=ROOT.parent
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -276,6 +277,18 @@ def test_cuda_build_traces(cuda_build: ModuleType) -> None:
     ]
 
 
+def test_card(repository: Path) -> None:
+    """Its code runs as it stands, but for the name of the organization."""
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "hub/CARD.md").read_text(), re.DOTALL)
+    check = "assert out.shape == layer(query, key, value).shape == (2, 32, 128)\nprint(layer.cache.lengths)"
+    # Only the Hub knows which revision a version of a layer's repository is.
+    mapping = second.replace("version=1, trust_remote_code=True)}}", 'revision="v1", trust_remote_code=True)}}')
+    assert mapping != second
+    script = (first + mapping + check).replace("<org>/kvq-ops", REPOSITORY)
+    said = run(script, LOCAL_KERNELS=f"{REPOSITORY}={repository}")
+    assert said == "tensor([1, 1], dtype=torch.int32)\n"
+
+
 @pytest.mark.slow
 def test_listed_sources_build(repository: Path, tmp_path: Path) -> None:
     """As kernel-builder compiles them: all files of a section with its flags, none with an instruction set's."""
@@ -307,3 +320,53 @@ def test_listed_sources_build(repository: Path, tmp_path: Path) -> None:
     library.write_bytes(laid_out)
     assert isa == kvq_ops.cpu_isa()
     assert abs(float(mean) - 1) < 2e-4
+
+
+ATTENTION = """
+import inspect, torch, kernels
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+
+sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16, initializer_range=0.15, eos_token_id=None, pad_token_id=0)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).eval().requires_grad_(False)
+kv = kernels.get_kernel(REPOSITORY, version=1, trust_remote_code=True)
+ids = torch.randint(1, 128, (3, 14), generator=torch.Generator().manual_seed(0))
+mask = torch.ones_like(ids)
+for b, padding in enumerate(PADDING):
+    ids[b, :padding], mask[b, :padding] = 0, 0
+
+def logits(implementation, cache):
+    model.set_attn_implementation(implementation, allow_all_kernels=True)
+    found = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6,
+                           return_dict_in_generate=True, output_logits=True, **{ARGUMENT: cache})
+    return found.sequences, torch.stack(found.logits)
+
+ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+name = REPOSITORY + ":kvq_attention"
+for skipped in ((), (1,)):
+    tokens, hub = logits(name, kv.KVQCache(model.config, 64, "int8_hq", skip_layers=skipped))
+    assert model.config._attn_implementation == name
+    assert torch.equal(hub, logits("kvq", kv.KVQCache(model.config, 64, "int8_hq", skip_layers=skipped))[1])
+expected_tokens, expected = logits("sdpa", DynamicCache(config=model.config))
+assert torch.equal(tokens, expected_tokens)
+print(float((hub - expected).norm() / expected.norm()))
+
+model.set_attn_implementation(name, allow_all_kernels=True)
+whole = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
+assert torch.allclose(whole, expected[0], atol=1e-3), (whole - expected[0]).abs().max()
+"""
+
+
+@pytest.mark.parametrize("padding", [(0, 0, 0), (5, 0, 2)], ids=["whole", "padded"])
+def test_attention_implementation(repository: Path, padding: tuple[int, ...]) -> None:
+    """transformers takes the function by its name, gives it the masks of flash attention, and no padding gets lost."""
+    # The installed one, or what `make test` puts into a folder: each takes some versions of kernels only.
+    for folder in ["", *map(str, ROOT.glob("build/transformers-*"))]:
+        if run("import transformers.utils as t; print(t.is_kernels_available())", PYTHONPATH=folder) == "True\n":
+            break
+    else:
+        pytest.skip(f"no transformers that is here takes kernels {kernels.__version__}")
+    script = f"REPOSITORY, PADDING = {REPOSITORY!r}, {padding}\n" + ATTENTION
+    said = run(script, LOCAL_KERNELS=f"{REPOSITORY}={repository}", PYTHONPATH=folder)
+    assert 1e-5 < float(said) < 0.025

@@ -31,6 +31,7 @@ PUBLIC = [
     "check_package",
     "cpu_isa",
     "get_format",
+    "kvq_attention",
     "layers",
     "library_path",
     "quantize_kv_storage",

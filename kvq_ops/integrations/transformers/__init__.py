@@ -10,9 +10,9 @@
     model.generate(**inputs, past_key_values=cache)
 """
 
-from kvq_ops.integrations.transformers.attention import register
-from kvq_ops.integrations.transformers.cache import CacheReport, KVQCache, LayerReport
-from kvq_ops.integrations.transformers.layer import KVQLayer
+from .attention import register
+from .cache import CacheReport, KVQCache, LayerReport
+from .layer import KVQLayer
 
 __all__ = ["CacheReport", "KVQCache", "KVQLayer", "LayerReport"]
 

@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from kvq_ops.integrations.transformers.layer import CachedKeyValue
-from kvq_ops.integrations.transformers.padding import refuse
+from .layer import CachedKeyValue
+from .padding import refuse
 
 __all__ = ["NAME", "register"]
 

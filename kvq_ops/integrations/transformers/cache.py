@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
-from kvq_ops.format import MAX_TOKENS, CacheFormat, get_format
-from kvq_ops.integrations.transformers.layer import KVQLayer, PlainLayer, crop_count
+from ...format import MAX_TOKENS, CacheFormat, get_format
+from .layer import KVQLayer, PlainLayer, crop_count
 
 __all__ = ["CacheReport", "KVQCache", "LayerReport"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from kvq_ops import ops
-from kvq_ops.cache import QuantizedKVCache
-from kvq_ops.format import CacheFormat
-from kvq_ops.integrations.transformers.padding import assert_no_padding, new_tokens
+from ... import ops
+from ...cache import QuantizedKVCache
+from ...format import CacheFormat
+from .padding import assert_no_padding, new_tokens
 
 __all__ = ["CachedKeyValue", "KVQLayer", "PlainLayer", "crop_count", "selected"]
 
