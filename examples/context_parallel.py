@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m examples.context_parallel
 
-Gloo on CPUs; with CUDA the same code takes NCCL (not tried: kvq_ops has no CUDA kernels yet).
+Gloo on CPUs; with CUDA the same code takes NCCL (not run on a GPU).
 """
 
 from __future__ import annotations

@@ -102,8 +102,10 @@ def check_attend(name: str, dtype: str, query: Tensor, cache: Cache, sms: int = 
     assert out.shape == query.shape
     assert lse.shape == query.shape[:-1]
     assert torch.equal(lse.isinf(), want_lse.isinf())
-    error = relative_error(out, want)
-    assert error < TOLERANCES[name].attend[dtype], f"{error:.2e}"
+    error, bound = relative_error(out, want), TOLERANCES[name].attend
+    # Where few channels make up a row, rounding the judge's own output may cost more than it does of many.
+    rounded = math.hypot(bound["fp32"], relative_error(want.to(out.dtype), want))
+    assert error < max(bound[dtype], rounded), f"{error:.2e}"
     assert (lse - want_lse).nan_to_num(0.0).abs().max() < 1e-3
 
 

@@ -13,7 +13,7 @@ import pytest
 from common import ROOT
 from distributed_jobs import JOBS
 
-SECONDS = 150
+SECONDS = 600
 """After which a group hangs."""
 
 
@@ -68,6 +68,7 @@ def test_tensor_parallel_example() -> None:
     assert len({re.search(r"tokens (\[.*\])", text)[1] for text in said}) == 1
     held, whole = re.search(r"([\d,]+) of ([\d,]+) cache bytes", said[0]).groups()
     assert 1.99 < int(whole.replace(",", "")) / int(held.replace(",", "")) <= 2
+    assert all("local_map: the slice of one process, bit for bit" in text for text in said)
 
 
 @pytest.mark.slow

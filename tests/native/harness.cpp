@@ -205,12 +205,16 @@ double check_attention(const Shape& s, const kvq::CacheFormat& format, const Cac
   double error = 0.0, norm = 0.0;
   for (int64_t b = 0; b < s.batch; ++b) {
     const int64_t length = s.lengths[static_cast<size_t>(b)];
+    std::vector<std::vector<double>> key, value;
     for (int64_t h = 0; h < s.heads_q; ++h) {
-      const int64_t kv = h / (s.heads_q / s.heads_kv);
-      std::vector<std::vector<double>> key, value;
-      for (int64_t t = 0; t < length; ++t) {
-        key.push_back(cache.key.row(b, kv, t, length));
-        value.push_back(cache.value.row(b, kv, t, length));
+      const int64_t group = s.heads_q / s.heads_kv, kv = h / group;
+      if (h % group == 0) {
+        key.clear();
+        value.clear();
+        for (int64_t t = 0; t < length; ++t) {
+          key.push_back(cache.key.row(b, kv, t, length));
+          value.push_back(cache.value.row(b, kv, t, length));
+        }
       }
       for (int64_t t = 0; t < s.tokens; ++t) {
         const int64_t row = (b * s.heads_q + h) * s.tokens + t;
