@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -92,6 +93,29 @@ def test_build_toml_lists_every_source(repository: Path) -> None:
     python = {path.name for path in (repository / "torch-ext/kvq_ops").glob("*.py")}
     assert {"__init__.py", "layers.py", "cache.py"} <= python
     assert "_ops.py" not in python, "kernel-builder writes its own"
+
+
+def test_instruction_sets_of_other_machines_are_empty(tmp_path: Path) -> None:
+    """kernel-builder compiles every file on every machine. And headers go by the file, not by the compiler's macros."""
+    csrc, foreign = ROOT / "kvq_ops/csrc/cpu", {"x86_64": "neon", "aarch64": "avx"}[platform.machine()]
+    files = sorted(csrc.glob(f"isa_{foreign}*.cpp"))
+    assert len(files) >= 2
+    for path in files:
+        subprocess.run(["c++", "-std=c++17", "-c", path, "-o", tmp_path / "empty.o"], check=True)
+        assert subprocess.run(["nm", tmp_path / "empty.o"], check=True, capture_output=True).stdout == b""
+    asked = {
+        path.name for path in csrc.glob("*.h") if re.search(r"__AVX|__FMA__|__F16C__|__ARM_FEATURE", path.read_text())
+    }
+    assert asked == set()
+
+
+def test_library_needs_torch_and_the_limited_api(repository: Path) -> None:
+    library = next(variant(repository, "cpu").glob("*.so"))
+    told = subprocess.run(["nm", "-DC", "--undefined-only", library], check=True, capture_output=True, text=True).stdout
+    symbols = [line.split(maxsplit=1)[1] for line in told.splitlines()]
+    assert [name for name in symbols if name.startswith(("Py", "_Py"))] == ["PyModule_Create2"]
+    assert any(name.startswith("aoti_torch_") for name in symbols)
+    assert [name for name in symbols if re.search(r"\b(at|c10|caffe2|torch)::", name)] == []
 
 
 def test_metadata(repository: Path) -> None:

@@ -3,6 +3,7 @@
 #ifndef __ARM_FEATURE_DOTPROD
 #pragma GCC target("arch=armv8.2-a+dotprod+fp16")
 #endif
+#define KVQ_NEON_DOT
 #define KVQ_ISA neon_dot
 #define KVQ_ISA_NAME "neon_dot"
 #include "simd_neon.h"

@@ -95,7 +95,7 @@ inline void sum4(I32 a, I32 b, I32 c, I32 d, int32_t out[4]) {
 }
 
 // Products of keys and queries
-#ifdef __ARM_FEATURE_DOTPROD
+#ifdef KVQ_NEON_DOT
 // SDOT multiplies bytes: a query code is 256 * high + low, and the two halves sum apart.
 constexpr int kQueryLimit = 127 * 256 + 127;
 using KeyCode = int8x16_t;
