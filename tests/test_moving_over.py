@@ -71,6 +71,9 @@ def test_cpu_attn() -> None:
             exec(code, given)
     assert error(given["out"], v.double().repeat_interleave(2, 0)) < ERRORS["int8"]
     assert given["out"].shape == (4, 64)
+    cache = given["cache"]  # the page's claim on uniform logits
+    mean = cache.dequantize()[1].double().mean(2).repeat_interleave(2, 1)
+    assert error(cache.attend(torch.zeros(1, 4, 64)), mean) < 1e-5
     assert error(given["outs"], attention(queries, keys, values)) < ERRORS["int8"]
 
 
