@@ -57,6 +57,12 @@ class CachedKeyValue:
             layer.settle()
         return out.transpose(1, 2).contiguous()
 
+    def to(self, device: Any, **_: Any) -> CachedKeyValue:
+        """Models that share keys and values between layers bring them to where the query is."""
+        if torch.device(device) != self.layer.device:
+            self.refuse(f".to({device}) of it, from {self.layer.device},")
+        return self
+
     def refuse(self, use: str) -> NoReturn:
         raise ValueError(
             f"KVQCache: the model must hand what update returns to the attention implementation 'kvq' as it is, got "
