@@ -125,6 +125,7 @@ def read(model: PreTrainedModel, found: list[Run], text: Tensor, prompt: int) ->
             print(f"{run.name}: left out: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
         kept.append(run)
+        print(f"{run.name}: the prompt took {run.prompt_seconds:.1f} s", flush=True)
     for t in range(prompt + 1, len(text) - 2):
         for run in kept:
             logits, seconds = feed(model, run, text[t : t + 1], run.call)
