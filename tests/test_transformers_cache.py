@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.tiny_models import COMMON, LAYERS
+from benchmarks import transformers_matrix
+from benchmarks.tiny_models import ARCHITECTURES, COMMON, LAYERS
 from kvq_ops import get_format
 from kvq_ops.integrations.transformers import KVQCache, KVQLayer
 from kvq_ops.integrations.transformers.attention import attention as kvq_attention
@@ -411,3 +412,16 @@ def test_a_mask_that_hides_what_is_held() -> None:
     # The same mask once more is proved once more, for the next position.
     with pytest.raises(ValueError, match="another pattern at sequence 0"):
         attend(layer, *rows(1), mask)
+
+
+def test_the_page_says_what_is_refused() -> None:
+    """The table's models are those of its script, and a refusal's words are the ones that are raised."""
+    lines = [line.split(" | ") for line in transformers_matrix.PAGE.read_text().splitlines() if line.startswith("| ")]
+    outcomes = {cells[0].removeprefix("| "): cells[-1].removesuffix(" |") for cells in lines}
+    for chosen in ARCHITECTURES:
+        if "refused" in outcomes[chosen.name]:
+            words = transformers_matrix.refusal(model(chosen.name))
+            assert outcomes[chosen.name] == f"refused: `{words}`"
+        else:
+            assert outcomes[chosen.name] == "within the bounds"
+            assert KVQCache(model(chosen.name).config, CAPACITY).report().quantized
