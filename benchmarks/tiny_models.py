@@ -45,9 +45,37 @@ class Architecture:
 
 _HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 _EXPERTS = {
+    # All of them, so that what is compared is not which one an error made the router choose.
     "num_local_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_SHARED = {**_HYBRID, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+_GEMMA_4 = {**_SHARED, "global_head_dim": 16, "num_global_key_value_heads": 2}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
 }
 _FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 
@@ -67,6 +95,9 @@ ARCHITECTURES = (
     Architecture("StableLM", "stablelm"),
     Architecture("Falcon", "falcon", _FALCON, without=("head_dim", "num_key_value_heads", "intermediate_size")),
     Architecture("GPT-NeoX", "gpt_neox"),
+    Architecture("Gemma 4, layers sharing K and V", "gemma4_text", _GEMMA_4),
+    Architecture("Qwen3-Next", "qwen3_next", _LINEAR),
+    Architecture("DeepSeek-V3", "deepseek_v3", _LATENT, without=("head_dim",)),
 )
 
 

@@ -74,7 +74,15 @@ def test_names_are_formats() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "CONTRIBUTING.md", "docs/deploy.md", "docs/formats.md", "docs/many_devices.md"]
+    "path",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/deploy.md",
+        "docs/formats.md",
+        "docs/many_devices.md",
+        "docs/transformers.md",
+    ],
 )
 def test_links_lead_somewhere(path: str) -> None:
     here = (ROOT / path).parent

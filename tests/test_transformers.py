@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 
 FORMATS = list(BOUNDS)
 SUPPORTED = ["Llama", "Qwen3", "Gemma 2 without soft cap", "Gemma 3", "Phi-3", "gpt-oss", "StableLM", "GPT-NeoX"]
+SUPPORTED += ["Gemma 4, layers sharing K and V", "Qwen3-Next"]
 
 
 def cache_of(name: str = "Llama", format: str = "int8", **given: object) -> KVQCache:

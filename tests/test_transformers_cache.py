@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 from typing import Any
 
@@ -11,12 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.tiny_models import COMMON, LAYERS
+from benchmarks import transformers_matrix
+from benchmarks.tiny_models import ARCHITECTURES, COMMON, LAYERS
 from kvq_ops import get_format
 from kvq_ops.integrations.transformers import KVQCache, KVQLayer
 from kvq_ops.integrations.transformers.attention import attention as kvq_attention
 from kvq_ops.integrations.transformers.padding import new_tokens
-from tests.transformers_models import ARGUMENT, CAPACITY, PADDING, attention, forward, model, prompts
+from tests.transformers_models import ARGUMENT, CAPACITY, PADDING, PROMPT, attention, forward, model, prompts
 
 HEADS, HEAD_DIM, TOKENS = 2, 16, 40
 
@@ -411,3 +414,43 @@ def test_a_mask_that_hides_what_is_held() -> None:
     # The same mask once more is proved once more, for the next position.
     with pytest.raises(ValueError, match="another pattern at sequence 0"):
         attend(layer, *rows(1), mask)
+
+
+def test_one_mask_over_two_caches() -> None:
+    """What was proved for one cache is not taken for another, which holds something else."""
+    mask = causal(4, 8, (0, 0, 0))
+    config = model().config
+    with attention(model(), "kvq"), torch.inference_mode():
+        for held, refused in ((8, False), (6, True)):
+            cache = KVQCache(config, CAPACITY)
+            model()(torch.ones(3, held, dtype=torch.int64), **{ARGUMENT: cache})
+            given = {"attention_mask": mask, ARGUMENT: cache}
+            with pytest.raises(ValueError, match="attention_mask must") if refused else contextlib.nullcontext():
+                model()(torch.ones(3, 4, dtype=torch.int64), **given)
+
+
+def test_copies_are_apart() -> None:
+    """A prompt that several answers begin with: its cache is copied and goes on in each copy."""
+    ids, mask = prompts()
+    more, whole = torch.tensor([[7], [8], [9]]), torch.cat([mask, mask.new_ones(3, 1)], 1)
+    with attention(model(), "kvq"):
+        cache = KVQCache(model().config, CAPACITY, "int4_hq")
+        forward(model(), ids, mask, **{ARGUMENT: cache})
+        other = copy.deepcopy(cache)
+        first = forward(model(), more, whole, **{ARGUMENT: cache})
+        assert int(other.get_seq_length()) == PROMPT
+        second = forward(model(), more, whole, **{ARGUMENT: other})
+    assert torch.equal(first, second)
+
+
+def test_the_page_says_what_is_refused() -> None:
+    """The table's models are those of its script, and a refusal's words are the ones that are raised."""
+    lines = [line.split(" | ") for line in transformers_matrix.PAGE.read_text().splitlines() if line.startswith("| ")]
+    outcomes = {cells[0].removeprefix("| "): cells[-1].removesuffix(" |") for cells in lines}
+    for chosen in ARCHITECTURES:
+        if "refused" in outcomes[chosen.name]:
+            words = transformers_matrix.refusal(model(chosen.name))
+            assert outcomes[chosen.name] == f"refused: `{words}`"
+        else:
+            assert outcomes[chosen.name] == "within the bounds"
+            assert KVQCache(model(chosen.name).config, CAPACITY).report().quantized

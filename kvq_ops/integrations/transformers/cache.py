@@ -115,13 +115,14 @@ class KVQCache(Cache):
         types, arguments = _layer_types(config)
         skipped = _skipped(skip_layers, len(types))
         self._types, self._reasons = types, [""] * len(types)
-        layers = []
+        layers: list[Any] = []
+        given_to_all: dict[str, Any] = {"model_type": self.model_type, "offloads": offloading, "siblings": object()}
         for i, (layer_type, given) in enumerate(zip(types, arguments, strict=True)):
             self._reasons[i] = _reason(layer_type, given, max_cache_len, i in skipped)
             if self._reasons[i]:
                 layers.append(_plain_layer(layer_type, given, max_cache_len, self.model_type))
             else:
-                layers.append(KVQLayer(max_cache_len, self.format, model_type=self.model_type, offloads=offloading))
+                layers.append(KVQLayer(max_cache_len, self.format, **given_to_all))
         if not any(isinstance(layer, KVQLayer) for layer in layers):
             reasons = "; ".join(sorted(set(self._reasons)))
             _refuse("config", "have a layer to quantize", f"none in model type {self.model_type!r}: {reasons}")

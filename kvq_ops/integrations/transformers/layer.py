@@ -57,6 +57,12 @@ class CachedKeyValue:
             layer.settle()
         return out.transpose(1, 2).contiguous()
 
+    def to(self, device: Any, **_: Any) -> CachedKeyValue:
+        """Models that share keys and values between layers bring them to where the query is."""
+        if torch.device(device) != self.layer.device:
+            self.refuse(f".to({device}) of it, from {self.layer.device},")
+        return self
+
     def refuse(self, use: str) -> NoReturn:
         raise ValueError(
             f"KVQCache: the model must hand what update returns to the attention implementation 'kvq' as it is, got "
@@ -95,6 +101,8 @@ class KVQLayer(CacheLayerMixin):
         format: of the cache.
         model_type: named in refusals.
         offloads: the cache offloads this layer after each update; that waits until attention has run.
+        siblings: an object that the layers of one cache share; they see the same positions, so what one of them has
+            proved of a mask holds for all.
     """
 
     is_compileable = True
@@ -106,10 +114,16 @@ class KVQLayer(CacheLayerMixin):
     seen: Tensor
 
     def __init__(
-        self, max_cache_len: int, format: CacheFormat, *, model_type: str = "unknown", offloads: bool = False
+        self,
+        max_cache_len: int,
+        format: CacheFormat,
+        *,
+        model_type: str = "unknown",
+        offloads: bool = False,
+        siblings: object = None,
     ) -> None:
         super().__init__()
-        self.max_cache_len, self.format = max_cache_len, format
+        self.max_cache_len, self.format, self.siblings = max_cache_len, format, siblings or object()
         self.model_type, self.offloads, self._waits = model_type, offloads, False
 
     def __repr__(self) -> str:
@@ -159,12 +173,12 @@ class KVQLayer(CacheLayerMixin):
                 assert_no_padding(mask, self.seen - self.padding, tokens)
             return None
         # Layers of one model share the mask: the first proves it, and again when it comes a second time.
-        proved: tuple[list[int], set[int]] | None = getattr(mask, "_kvq_proved", None)
-        if proved is None or id(self) in proved[1]:
-            proved = new_tokens(mask, self.cache.lengths, int(self.seen), tokens), set()
+        proved: tuple[object, set[int], list[int]] | None = getattr(mask, "_kvq_proved", None)
+        if proved is None or proved[0] is not self.siblings or id(self) in proved[1]:
+            proved = self.siblings, set(), new_tokens(mask, self.cache.lengths, int(self.seen), tokens)
             mask._kvq_proved = proved  # type: ignore[attr-defined]  # noqa: SLF001
         proved[1].add(id(self))
-        rows = proved[0]
+        rows = proved[2]
         return None if all(count == tokens for count in rows) else rows
 
     def append(self, key: Tensor, value: Tensor, rows: list[int] | None) -> None:
