@@ -5,12 +5,13 @@
 
 from kvq_ops.cache import QuantizedKVCache
 from kvq_ops.format import FORMATS, CacheFormat, SideFormat, get_format
-from kvq_ops.integrations.package import PACKAGE_METADATA, check_package
+from kvq_ops.integrations.package import C_SHIMS, PACKAGE_METADATA, check_package
 from kvq_ops.integrations.rewrite import AttentionReport, RewriteReport, quantize_kv_storage
 from kvq_ops.native import library_path
 from kvq_ops.ops import append, attend, cpu_isa
 
 __all__ = [
+    "C_SHIMS",
     "FORMATS",
     "PACKAGE_METADATA",
     "AttentionReport",
