@@ -97,9 +97,11 @@ def describe(model: Llama, batch: int, caches: str) -> dict[str, str]:
 def compile_step(program: ExportedProgram, path: Path, metadata: dict[str, str], **configs: Any) -> None:
     """Compiles to the package ``path``; ``metadata`` travels in it, ``configs`` are Inductor's."""
     # Without the lower bound, AOTI_RUNTIME_CHECK_INPUTS=1 lets a batch of 1 pass where the batch is dynamic.
-    configs |= {"aot_inductor.metadata": metadata, "aot_inductor.check_lowerbound": False}
+    ours = {"aot_inductor.metadata": metadata, "aot_inductor.check_lowerbound": False}
+    if torch.__version__ >= "2.13":  # torch compares its own version number by number
+        ours["aot_inductor.custom_ops_to_c_shims"] = kvq_ops.C_SHIMS
     torch._inductor.aoti_compile_and_package(  # noqa: SLF001 the name that torch documents
-        program, package_path=str(path), inductor_configs=configs
+        program, package_path=str(path), inductor_configs=ours | configs
     )
 
 

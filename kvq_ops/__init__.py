@@ -9,12 +9,13 @@ from . import layers
 from .cache import QuantizedKVCache
 from .format import FORMATS, CacheFormat, SideFormat, get_format
 from .integrations.hub import kvq_attention
-from .integrations.package import PACKAGE_METADATA, check_package
+from .integrations.package import C_SHIMS, PACKAGE_METADATA, check_package
 from .integrations.rewrite import AttentionReport, RewriteReport, quantize_kv_storage
 from .native import library_path
 from .ops import append, attend, cpu_isa
 
 __all__ = [
+    "C_SHIMS",
     "FORMATS",
     "PACKAGE_METADATA",
     "AttentionReport",

@@ -7,6 +7,7 @@ what it built.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 import sys
@@ -49,6 +50,7 @@ def load(namespace: str) -> Path:
         problem = file_problem(path)
         if problem is None:
             torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # packages find what csrc/exports.map names
     except OSError as error:
         problem = f"a file that does not load: {error.__cause__ or error}"  # torch hides the loader's words there
     if problem is not None:

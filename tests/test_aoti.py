@@ -44,6 +44,8 @@ STEPS = 66
 PROMPT = 6
 """Past token 36 a block of int8_kivi freezes, past 68 another and one of int4_hq."""
 FAST = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+CALLS = {"buffers": {}, "inputs": {"aot_inductor.custom_ops_to_c_shims": {}}}
+"""How packages call the ops: through C functions as the example does, or through torch's dispatcher."""
 EDGE = 1.8e-2
 """Of logits, relative: 4-bit codes that lay on an edge and fell to the other side."""
 
@@ -70,7 +72,8 @@ def package(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callabl
             if not path.exists():
                 model = mixed(batch)
                 made = path.with_name(f"unfinished_{path.name}")
-                compile_step(export_step(model, batch, caches), made, describe(model, batch, caches), **FAST)
+                configs = FAST | CALLS[caches]
+                compile_step(export_step(model, batch, caches), made, describe(model, batch, caches), **configs)
                 made.rename(path)
         return path
 
@@ -263,6 +266,20 @@ def check_load(kind: str, path: Path, said: str) -> None:
 
 def test_package_without_the_library(package) -> None:
     check_load("package", package("inputs"), "Could not find schema for kvq::append")
+    if torch.__version__ >= "2.13":
+        check_load("package", package("buffers", 1), "undefined symbol: aoti_torch_cpu_append")
+
+
+def test_c_functions_refuse_in_the_same_words(package) -> None:
+    """The capacity's end, through whichever call."""
+    said = r"kvq::append: lengths must leave room for 1 more tokens in max_tokens \d+, got \d+ at 0"
+    for caches in CALLS:
+        step = load_step(package(caches, 1 if caches == "buffers" else 2), mixed(1), 1)
+        token = torch.zeros(1, 1, dtype=torch.int64)
+        for position in range(MAX_TOKENS):
+            step(token, torch.tensor([position]))
+        with pytest.raises(RuntimeError, match=said):
+            step(token, torch.tensor([0]))
 
 
 def test_export_save_and_load(tmp_path: Path) -> None:

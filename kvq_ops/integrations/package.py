@@ -1,20 +1,43 @@
-"""What a compiled or exported model carries of kvq_ops, so that ops or bytes of another version are refused by name.
+"""What a compiled or exported model carries of kvq_ops, so that ops or bytes of another version are refused by name,
+and how a package calls the ops.
 
-torch checks neither: a package that was made before a byte layout changed would run and give wrong numbers.
+torch checks neither ops nor bytes: a package that was made before a byte layout changed would run and give wrong
+numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from .. import ops as _defined  # noqa: F401 a build for CUDA alone defines its ops there
+from .._ops import ops
 from ..format import SCHEMA_VERSION
 
-__all__ = ["PACKAGE_METADATA", "check_package"]
+__all__ = ["C_SHIMS", "PACKAGE_METADATA", "check_package"]
 
 _KEY = "kvq_ops.schema_version"
 PACKAGE_METADATA = {_KEY: str(SCHEMA_VERSION)}
 """To put into ``extra_files`` of ``torch.export.save`` or ``aot_inductor.metadata`` of an AOTInductor package. In C++
 ``kvq::schema_version`` is the number that a package must have."""
+
+
+def _declaration(op: Any, results: int) -> str:
+    """Of the C function in csrc/shims.cpp, as Inductor calls it."""
+    types = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "str": "const char*"}
+    types["Optional[float]"] = "double*"
+    given = [types[str(argument.type)] for argument in op._schema.arguments]  # noqa: SLF001 the only way to the types
+    given += ["AtenTensorHandle*"] * results or ["void*"]
+    return f"AOTITorchError aoti_torch_cpu_{op._schema.name.partition('::')[2]}({', '.join(given)})"  # noqa: SLF001
+
+
+C_SHIMS: dict[Any, list[str]] = {
+    op: [_declaration(op, len(op._schema.returns))]  # noqa: SLF001
+    for op in (ops.append.default, ops.attend.default, ops.attend_lse.default)
+}
+"""For Inductor's ``aot_inductor.custom_ops_to_c_shims``: an AOTInductor package for the CPU then calls the library's C
+functions, some microseconds a call faster than through torch's dispatcher. For torch 2.13 and newer; whoever loads the
+package opens the library first, with ``RTLD_GLOBAL``, as ``import kvq_ops`` does and a build for the Hub does not."""
 
 
 def check_package(metadata: Mapping[str, str | bytes]) -> None:
