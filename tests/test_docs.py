@@ -73,17 +73,10 @@ def test_names_are_formats() -> None:
     assert set(BARS) <= set(FORMATS)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/deploy.md",
-        "docs/formats.md",
-        "docs/many_devices.md",
-        "docs/transformers.md",
-    ],
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", [str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_lead_somewhere(path: str) -> None:
     here = (ROOT / path).parent
     links = re.findall(r"\]\(([^)#:]+)[^):]*\)", (ROOT / path).read_text())
