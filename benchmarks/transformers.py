@@ -59,7 +59,7 @@ def runs(model: PreTrainedModel, capacity: int, formats: list[str], compiled: bo
     yield Run(PLAIN, "sdpa", DynamicCache(config=config), model)
     for name in formats:
         yield Run(f"kvq {name}", "kvq", KVQCache(config, capacity, name), model)
-    if step:
+    if step is not None:
         yield Run("static, compiled", "sdpa", StaticCache(config=config, max_cache_len=capacity), step)
         for name in formats:
             yield Run(f"kvq {name}, compiled", "kvq", KVQCache(config, capacity, name), step)
