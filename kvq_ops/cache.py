@@ -30,8 +30,9 @@ class QuantizedKVCache(nn.Module):
     and CUDA graphs may keep its addresses.
 
     Inside a compiled or exported model use :meth:`append`, :meth:`attend` and, between sequences, :meth:`reset`. Do no
-    arithmetic of your own on ``lengths`` there: AOTInductor freezes a one-element buffer that an aten operator reads or
-    writes (so ``reset`` has no place in an AOTInductor model of batch 1 either). The other methods read lengths on the
+    arithmetic of your own on ``lengths`` there, take positions as an input: Inductor may move an aten operator that
+    reads it before :meth:`append` to after it, and AOTInductor freezes a one-element buffer that one reads or writes
+    (so ``reset`` has no place in an AOTInductor model of batch 1 either). The other methods read lengths on the
     host and belong between steps. After ``to_empty`` call :meth:`reset`.
 
     What an op refuses is a ``RuntimeError`` of the op; what this class refuses is a ``ValueError``, before anything is
