@@ -245,7 +245,8 @@ Made by `python -m benchmarks.gpu_static` (gpu_static.py) with triton {triton}. 
 nothing is a time. `stack, local`: bytes of stack and instructions on local memory, 0 where nothing spills. Blocks
 and warps are what a multiprocessor holds at once by registers and shared memory. I2F are conversions of integers to
 floats apart from those that divide integers; 16-byte loads are global loads and asynchronous copies in the code, not
-how often they run. `short`: a capacity of 128 tokens, one launch; else 65,536, split.
+how often they run. `short`: a capacity of 128 tokens, one launch; else 65,536, split. Nothing spills but `int4_hq` at
+head_dim 1024, whose query and sums alone take half of all registers.
 
 """
 

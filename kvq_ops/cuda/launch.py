@@ -147,7 +147,7 @@ def attend(
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else query
     if batch == 0 or group == 0 or tokens == 0:
         return out, lse
-    tile = plan.attend_plan(cache, head_dim, group * tokens)
+    tile = plan.attend_plan(cache, head_dim, group * tokens, query.dtype == torch.float32)
     row_tiles = _cdiv(group * tokens, tile.rows)
     heads = batch * heads_kv
     pieces = plan.splits(heads * row_tiles, max_tokens, tile.tokens, multiprocessors(query.device))

@@ -66,17 +66,21 @@ class AttendPlan:
 
 
 @lru_cache(maxsize=1024)
-def attend_plan(format: CacheFormat, head_dim: int, rows: int) -> AttendPlan:
-    """For so many query rows of one KV head. Tokens of a tile divide a block of keys; accumulators, [rows, head_dim]
-    fp32, and a tile of codes as fp16 must fit registers."""
+def attend_plan(format: CacheFormat, head_dim: int, rows: int, split: bool) -> AttendPlan:
+    """For so many query rows of one KV head; split: products are taken twice. Tokens of a tile divide a block of keys;
+    accumulators, [rows, head_dim] fp32, and a tile of codes as fp16 must fit registers."""
     wide = power_of_two(head_dim)
     tokens = 64 if wide <= 256 else 32 if wide <= 512 else 16
     if format.key.key_block:
         tokens = min(tokens, format.key.key_block)
     tile = 16 if rows <= 16 or wide > 256 else 32
     gathers = format.value.rotated("value") and head_dim % NIBBLE_BLOCK != 0
-    warps = 8 if wide > (128 if format.key.key_block else 256) or gathers else 4
-    return AttendPlan(tile, tokens, warps, 3 if wide <= 256 else 2)
+    # As few warps as hold it all without spills, see benchmarks/GPU_STATIC.md.
+    heavy = split or tile > 16 if format.key.key_block else format.key.coding("key") == "group"
+    warps = 8 if wide > (128 if format.key.key_block else 256) or gathers or heavy else 4
+    if heavy and format.key.key_block:
+        tokens = min(tokens, 32)
+    return AttendPlan(tile, tokens, warps, 3 if wide <= 256 and not (heavy and tile > 16) else 2)
 
 
 def splits(programs: int, max_tokens: int, tokens: int, multiprocessors: int) -> int:
