@@ -50,7 +50,8 @@ def sources() -> Iterator[tuple[str, Path]]:
         if path != PACKAGE / "_ops.py":
             yield f"torch-ext/kvq_ops/{path.relative_to(PACKAGE).as_posix()}", path
     for path in sorted([*PACKAGE.glob("csrc/**/*.h"), *PACKAGE.glob("csrc/**/*.cpp")]):
-        yield path.relative_to(PACKAGE).as_posix(), path
+        if path.name != "shims.cpp":  # its functions have one name each, so only the pip package's library has them
+            yield path.relative_to(PACKAGE).as_posix(), path
 
 
 def namespace(backend: str) -> str:
@@ -71,7 +72,7 @@ def compile_library(target: Path, name: str) -> None:
     command = entries[PACKAGE / "csrc/library.cpp"]
     flags = command[1 : command.index("-o")]
     includes = [f"-I{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030a0000", f"-DTORCH_EXTENSION_NAME={name}"]
-    objects = [path for path in NATIVE.glob("CMakeFiles/*/**/*.o") if path.name != "library.cpp.o"]
+    objects = [path for path in NATIVE.glob("CMakeFiles/*/**/*.o") if path.name not in ("library.cpp.o", "shims.cpp.o")]
     for source in (PACKAGE / "csrc/library.cpp", ROOT / "hub/torch-ext/torch_binding.cpp"):
         objects.append(target.with_suffix(f".{source.stem}.o"))
         subprocess.run([command[0], *flags, *includes, "-c", source, "-o", objects[-1]], check=True)

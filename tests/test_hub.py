@@ -51,6 +51,11 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def test_no_c_functions(kernel: ModuleType) -> None:
+    """Of those a process can have one set, and the pip package has it."""
+    assert kernel.C_SHIMS == {}
+
+
 def decode(package: ModuleType, format: str) -> Tensor:
     """A prompt of 150 tokens and a step, 2 sequences, 6 query heads over 2."""
     cache = package.QuantizedKVCache(2, 2, 64, 200, format=format, dtype=torch.float32)

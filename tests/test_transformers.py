@@ -268,6 +268,30 @@ def test_compiled_without_positions() -> None:
     assert error(torch.cat(found, 1), plain_logits(chosen, ids, mask)) < BOUNDS["int8"]
 
 
+def test_compiled_step_refuses_other_masks() -> None:
+    """A mask that hides a token that the cache holds, or the new one, is no less refused than by eager."""
+    torch.compiler.reset()
+    chosen = model("Llama", layers=2)
+    ids, mask = prompts()
+    step = torch.compile(chosen, fullgraph=True)
+    for hidden in (slice(6, 8), slice(-1, None)):
+        cache = KVQCache(chosen.config, CAPACITY)
+        with attention(chosen, "kvq"), torch.inference_mode():
+            forward(chosen, ids[:, :-1], mask[:, :-1], **{ARGUMENT: cache})
+            wrong = mask.clone()
+            wrong[1, hidden] = 0
+            with pytest.raises(RuntimeError, match="attention_mask must be causal and show all new tokens"):
+                forward(step, ids[:, -1:], wrong, **{ARGUMENT: cache})
+
+
+def test_autocast() -> None:
+    """Keys leave RoPE in fp32 there, values a matmul in bf16."""
+    chosen, (ids, mask) = model(), prompts()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = generate(chosen, KVQCache(chosen.config, CAPACITY), ids, mask)
+    assert generated_error(chosen, output, mask) < 2 * BOUNDS["int8"]  # bf16 matmuls come to the cache's error
+
+
 @pytest.mark.slow
 def test_compiled_prefill_in_chunks() -> None:
     """Chunks of a prompt go through compiled code where nothing is padded; with padding they are refused."""
@@ -283,7 +307,7 @@ def test_compiled_prefill_in_chunks() -> None:
     assert generated_error(chosen, output, mask) < BOUNDS["int8"]
     cache.reset()
     ids, mask = prompts(12, (0, 2))
-    with pytest.raises(RuntimeError, match="attention_mask must be causal without padding in a compiled call"):
+    with pytest.raises(RuntimeError, match="attention_mask must be causal and show all new tokens"):
         generate(chosen, cache, ids, mask, **given)
 
 

@@ -12,14 +12,28 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from benchmarks import transformers_matrix
 from benchmarks.tiny_models import ARCHITECTURES, COMMON, LAYERS
 from kvq_ops import get_format
 from kvq_ops.integrations.transformers import KVQCache, KVQLayer
 from kvq_ops.integrations.transformers.attention import attention as kvq_attention
+from kvq_ops.integrations.transformers.attention import register
 from kvq_ops.integrations.transformers.padding import new_tokens
-from tests.transformers_models import ARGUMENT, CAPACITY, PADDING, PROMPT, attention, forward, model, prompts
+from tests.transformers_models import (
+    ARGUMENT,
+    BOUNDS,
+    CAPACITY,
+    PADDING,
+    PROMPT,
+    attention,
+    error,
+    forward,
+    model,
+    plain_logits,
+    prompts,
+)
 
 HEADS, HEAD_DIM, TOKENS = 2, 16, 40
 
@@ -223,6 +237,32 @@ def test_early_initialization() -> None:
     assert [layer.cache.key_codes.data_ptr() for layer in cache.layers] == addresses
 
 
+def test_crop_of_a_model_with_windows() -> None:
+    """A window of 16 that has let go of tokens cannot go back; before that it can."""
+    chosen = model("Gemma 3")
+    ids, mask = prompts(20, (0, 3))
+    cache = KVQCache(chosen.config, CAPACITY)
+    with attention(chosen, "kvq"):
+        forward(chosen, ids[:, :15], mask[:, :15], **{ARGUMENT: cache})
+        cache.crop(-3)
+        again = forward(chosen, ids[:, 12:], mask, **{ARGUMENT: cache})
+        expected = plain_logits(chosen, ids, mask)[:, 12:]
+        assert error(again, expected) < BOUNDS["int8"]
+        with pytest.raises(ValueError, match=r"KVQCache.crop: positions must be within every window, got 20 at layer"):
+            cache.crop(-3)
+    assert int(cache.get_seq_length()) == 20
+
+
+def test_two_builds_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other() -> None: ...
+
+    other.__module__ = "another_build.attention"
+    monkeypatch.setitem(AttentionInterface._global_mapping, "kvq", other)
+    with pytest.raises(RuntimeError, match=r"one build of kvq_ops must serve .* after another_build.attention$"):
+        register()
+    assert AttentionInterface._global_mapping["kvq"] is other
+
+
 def test_filled_in_inference_mode_reset_outside() -> None:
     with torch.inference_mode():
         layer = filled()
@@ -377,19 +417,26 @@ def test_a_missing_mask_function_is_no_secret(monkeypatch: pytest.MonkeyPatch) -
         (lambda mask: mask & (torch.arange(CAPACITY) > torch.arange(TOKENS)[:, None] - 8), "be causal, with padding"),
         (lambda mask: mask[:, 0], "have shape [3, 1, 40, positions], got [3, 40, 64]"),
         (lambda mask: mask.repeat(1, 4, 1, 1), "have shape [3, 1, 40, positions], got [3, 4, 40, 64]"),
-        (lambda mask: mask[..., :30], "reach the newest of 40 positions, within max_cache_len, got 30"),
         (
             lambda mask: torch.where(mask, 0.5, -torch.inf),
             "be a bool mask, or 0 where a token is seen and -inf elsewhere",
         ),
     ],
-    ids=["right", "hole", "not-causal", "end", "window", "3-D", "heads", "short", "bias"],
+    ids=["right", "hole", "not-causal", "end", "window", "3-D", "heads", "bias"],
 )
 def test_masks_that_are_refused(change: Any, words: str) -> None:
     layer = KVQLayer(CAPACITY, get_format("int8"))
     with pytest.raises(ValueError, match=re.escape(f"kvq attention: attention_mask must {words}")):
         attend(layer, *rows(), change(causal(TOKENS)))
     assert layer.cache.lengths.tolist() == [0, 0, 0]
+
+
+def test_capacity_that_does_not_suffice() -> None:
+    layer = filled("int8", (0,), CAPACITY)
+    said = "max_cache_len must be at least 65, or the mask as long as what it hides, got 64, 64 of them taken and 1 new"
+    with pytest.raises(ValueError, match=f"kvq attention: {said}"):
+        attend(layer, *rows(1, 1), causal(1, CAPACITY, (0,)))
+    assert int(layer.get_seq_length()) == CAPACITY
 
 
 def test_masks_that_are_understood() -> None:

@@ -34,10 +34,12 @@ def _declaration(op: Any, results: int) -> str:
 C_SHIMS: dict[Any, list[str]] = {
     op: [_declaration(op, len(op._schema.returns))]  # noqa: SLF001
     for op in (ops.append.default, ops.attend.default, ops.attend_lse.default)
+    if not op.namespace.startswith("_")
 }
 """For Inductor's ``aot_inductor.custom_ops_to_c_shims``: an AOTInductor package for the CPU then calls the library's C
 functions, some microseconds a call faster than through torch's dispatcher. For torch 2.13 and newer; whoever loads the
-package opens the library first, with ``RTLD_GLOBAL``, as ``import kvq_ops`` does and a build for the Hub does not."""
+package opens the library first, with ``RTLD_GLOBAL``, as ``import kvq_ops`` does. Empty in a build for the Hub, whose
+library is not to be seen by others."""
 
 
 def check_package(metadata: Mapping[str, str | bytes]) -> None:
@@ -46,7 +48,7 @@ def check_package(metadata: Mapping[str, str | bytes]) -> None:
     ``metadata`` is what ``torch.export.load`` wrote into its ``extra_files``, or ``get_metadata()`` of a loaded
     AOTInductor package."""
     got = metadata.get(_KEY) or "nothing"
-    got = got.decode() if isinstance(got, bytes) else got
+    got = got.decode() if isinstance(got, bytes) else str(got)
     if got != PACKAGE_METADATA[_KEY]:
         requirement = f"{_KEY} must be {PACKAGE_METADATA[_KEY]}, got {got}"
         raise RuntimeError(f"package: {requirement}: export and compile it again with this kvq_ops")

@@ -154,6 +154,12 @@ class KVQCache(Cache):
         Raises ``ValueError``, before anything is changed, for a positive number and where a layer cannot go back."""
         count = crop_count("KVQCache", tokens_to_remove)
         self._check_layers("crop")
+        for i, layer in enumerate(self.layers):
+            if count and getattr(layer, "is_sliding", False) and layer.is_initialized:
+                window, seen = layer.max_cache_len, layer.cumulative_length_int  # its tensor stops at a full window
+                if seen > window:
+                    got = f"{seen} at layer {i}, whose window of {window} keeps no older ones"
+                    raise ValueError(f"KVQCache.crop: positions must be within every window, got {got}")
         # Quantized layers refuse before they write, and all hold as many tokens: the first of them speaks for all.
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, KVQLayer)):
             layer.crop(-count)

@@ -154,9 +154,11 @@ class KVQLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[CachedKeyValue, CachedKeyValue]:
-        """Take new rows [batch, heads_kv, tokens, head_dim]; the attention function appends them."""
+        """Take new rows [batch, heads_kv, tokens, head_dim]; the attention function appends them, in the dtype of the
+        first key (under autocast, keys and values come in different ones)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
         if self.offloads:
             self._waits = True
         new = CachedKeyValue(self, key_states, value_states)
@@ -165,12 +167,11 @@ class KVQLayer(CacheLayerMixin):
     def own_rows(self, mask: Tensor | None, tokens: int) -> list[int] | None:
         """How many of the newest positions are each sequence's own tokens; None where all are.
 
-        In compiled code there is no host read: one new token is the sequence's own, several are asserted to be."""
+        In compiled code there is no host read: it is asserted that all are and that the mask shows all that is held."""
         if mask is None:
             return None
         if torch.compiler.is_compiling():
-            if tokens > 1:
-                assert_no_padding(mask, self.seen - self.padding, tokens)
+            assert_no_padding(mask, self.seen - self.padding, tokens)
             return None
         # Layers of one model share the mask: the first proves it, and again when it comes a second time.
         proved: tuple[object, set[int], list[int]] | None = getattr(mask, "_kvq_proved", None)

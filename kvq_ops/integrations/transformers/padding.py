@@ -50,7 +50,8 @@ def _shown(mask: Tensor, batch: int, tokens: int, seen: int) -> Tensor:
     if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[1] != 1 or mask.shape[2] != tokens:
         refuse("attention_mask", f"have shape [{batch}, 1, {tokens}, positions]", list(mask.shape))
     if mask.shape[3] < seen + tokens:
-        refuse("attention_mask", f"reach the newest of {seen + tokens} positions, within max_cache_len", mask.shape[3])
+        got = f"{mask.shape[3]}, {seen} of them taken and {tokens} new"
+        refuse("max_cache_len", f"be at least {seen + tokens}, or the mask as long as what it hides", got)
     shown = mask[:, 0]
     if mask.dtype != torch.bool:
         hidden = shown <= torch.finfo(shown.dtype).min / 2 if shown.is_floating_point() else shown != 0
@@ -61,12 +62,12 @@ def _shown(mask: Tensor, batch: int, tokens: int, seen: int) -> Tensor:
 
 
 def assert_no_padding(mask: Tensor, held: Tensor, tokens: int) -> None:
-    """In compiled code, where nothing is read on the host: an assertion in the graph that a mask of several new tokens
-    hides none of them, and nothing of what is held, int64 [batch]."""
+    """In compiled code, where nothing is read on the host: an assertion in the graph that a mask hides none of the new
+    tokens, and nothing of what is held, int64 [batch]."""
     expected = held[:, None] + torch.arange(1, tokens + 1, device=mask.device)
     shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
     torch._assert_async(  # noqa: SLF001 the only assertion that a graph keeps and no host waits for
         (shown.sum(-1) == expected).all(),
-        "kvq attention: attention_mask must be causal without padding in a compiled call of several tokens, got "
-        "another pattern: let the prompt go through eager",
+        "kvq attention: attention_mask must be causal and show all new tokens and all that the cache holds in a "
+        "compiled call, got another pattern: let a padded prompt go through eager",
     )
