@@ -311,6 +311,22 @@ def test_compiled_prefill_in_chunks() -> None:
         generate(chosen, cache, ids, mask, **given)
 
 
+def test_crop_of_a_model_with_windows() -> None:
+    """A window of 16 that has let go of tokens cannot go back; before that it can."""
+    chosen = model("Gemma 3")
+    ids, mask = prompts(20, (0, 3))
+    cache = KVQCache(chosen.config, CAPACITY)
+    with attention(chosen, "kvq"):
+        forward(chosen, ids[:, :15], mask[:, :15], **{ARGUMENT: cache})
+        cache.crop(-3)
+        again = forward(chosen, ids[:, 12:], mask, **{ARGUMENT: cache})
+        expected = plain_logits(chosen, ids, mask)[:, 12:]
+        assert error(again, expected) < BOUNDS["int8"]
+        with pytest.raises(ValueError, match=r"KVQCache.crop: positions must be within every window, got 20 at layer"):
+            cache.crop(-3)
+    assert int(cache.get_seq_length()) == 20
+
+
 def test_kvq_ops_imports_no_transformers() -> None:
     code = "import sys, kvq_ops; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,15 +23,12 @@ from kvq_ops.integrations.transformers.attention import register
 from kvq_ops.integrations.transformers.padding import new_tokens
 from tests.transformers_models import (
     ARGUMENT,
-    BOUNDS,
     CAPACITY,
     PADDING,
     PROMPT,
     attention,
-    error,
     forward,
     model,
-    plain_logits,
     prompts,
 )
 
@@ -235,22 +232,6 @@ def test_early_initialization() -> None:
     finally:
         other.to(torch.float32)
     assert [layer.cache.key_codes.data_ptr() for layer in cache.layers] == addresses
-
-
-def test_crop_of_a_model_with_windows() -> None:
-    """A window of 16 that has let go of tokens cannot go back; before that it can."""
-    chosen = model("Gemma 3")
-    ids, mask = prompts(20, (0, 3))
-    cache = KVQCache(chosen.config, CAPACITY)
-    with attention(chosen, "kvq"):
-        forward(chosen, ids[:, :15], mask[:, :15], **{ARGUMENT: cache})
-        cache.crop(-3)
-        again = forward(chosen, ids[:, 12:], mask, **{ARGUMENT: cache})
-        expected = plain_logits(chosen, ids, mask)[:, 12:]
-        assert error(again, expected) < BOUNDS["int8"]
-        with pytest.raises(ValueError, match=r"KVQCache.crop: positions must be within every window, got 20 at layer"):
-            cache.crop(-3)
-    assert int(cache.get_seq_length()) == 20
 
 
 def test_two_builds_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
