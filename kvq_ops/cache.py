@@ -43,7 +43,7 @@ class QuantizedKVCache(nn.Module):
         heads_kv: key-value heads; queries may have any multiple of them.
         head_dim: even, from 8 to 1024.
         max_tokens: capacity of each sequence; all memory is taken here.
-        bits: 8 or 4, the row format ``int8`` or ``int4``, where ``format`` is None.
+        bits: 8 (by default) or 4, the row format ``int8`` or ``int4``, where ``format`` is None.
         format: a preset's name, ``<key>/<value>`` such as ``"int8/int4"``, or a :class:`CacheFormat`.
         dtype: of the rows that some formats keep in full precision (``key_full``, ``value_full``): what the keys and
             values that are appended have.
@@ -66,7 +66,7 @@ class QuantizedKVCache(nn.Module):
         heads_kv: int,
         head_dim: int,
         max_tokens: int,
-        bits: int = 8,
+        bits: int | None = None,
         *,
         format: str | CacheFormat | None = None,
         dtype: torch.dtype = torch.bfloat16,

@@ -241,16 +241,19 @@ def attend(
         _fail(op, "scale", "be finite", "inf" if scale > 0 else "-inf" if scale < 0 else "nan")
 
 
-def cache_format(bits: int, format: str | CacheFormat | None) -> CacheFormat:
-    """The format that a cache's constructor asks for: ``format``, else the row format of that many bits."""
+def cache_format(bits: int | None, format: str | CacheFormat | None) -> CacheFormat:
+    """The format that a cache's constructor asks for: ``format``, else the row format of that many bits (None: 8)."""
     try:
-        if format is not None:
-            return get_format(format)
+        found = None if format is None else get_format(format)
     except ValueError as error:
         raise ValueError(f"QuantizedKVCache: {error}") from None
-    if bits not in (4, 8):
+    if bits is not None and bits not in (4, 8):
         _refuse("QuantizedKVCache", "bits", "be 4 or 8", repr(bits))
-    return get_format(f"int{bits}")
+    if found is None:
+        return get_format(f"int{bits or 8}")
+    if bits is not None and {found.key.bits, found.value.bits} != {bits}:
+        _refuse("QuantizedKVCache", "bits", f"be left out with format {found.name}", bits)
+    return found
 
 
 def cache_sizes(batch: int, heads_kv: int, head_dim: int, max_tokens: int, dtype: torch.dtype) -> None:
