@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..table import table
+
 __all__ = ["AttentionReport", "RewriteReport"]
 
 
@@ -80,12 +82,7 @@ class RewriteReport:
         per_token = _change(self.bytes_per_token_before, self.bytes_per_token_after)
         outcome = f"{len(self.rewritten)} of {len(self.attentions)} rewritten"
         rows.append(["all", "", "", "", "", total, per_token, outcome])
-        widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-        lines = [header, ["-" * width for width in widths], *rows]
-        return "\n".join(
-            "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-            for line in lines
-        )
+        return table(header, rows)
 
 
 def _change(before: int, after: int) -> str:

@@ -29,7 +29,7 @@ def register() -> None:
 
     Raises ``RuntimeError`` where another build of kvq_ops has done so: its caches would meet this one's function."""
     other = AttentionInterface._global_mapping.get(NAME)  # noqa: SLF001
-    if other is not None and other is not attention and other.__module__ != attention.__module__:
+    if other is not None and other.__module__ != attention.__module__:
         got = f"{__name__} after {other.__module__}"
         raise RuntimeError(f"KVQCache: one build of kvq_ops must serve transformers in a process, got {got}")
     AttentionInterface.register(NAME, attention)

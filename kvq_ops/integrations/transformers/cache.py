@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from ...format import MAX_TOKENS, CacheFormat, get_format
+from ..table import table
 from .layer import KVQLayer, PlainLayer, crop_count
 
 __all__ = ["CacheReport", "KVQCache", "LayerReport"]
@@ -52,17 +53,13 @@ class CacheReport:
         return sum(layer.nbytes for layer in self.layers)
 
     def __str__(self) -> str:
-        rows = [["layer", "type", "kept as", "bytes", "why"]]
+        rows = []
         for layer in self.layers:
             kept = layer.format or "plain"
             rows.append([str(layer.layer), layer.layer_type, kept, f"{layer.nbytes:,}", layer.reason])
         outcome = f"{len(self.quantized)} of {len(self.layers)} quantized"
         rows.append(["all", "", outcome, f"{self.nbytes:,}", ""])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        rows.insert(1, ["-" * width for width in widths])
-        return "\n".join(
-            "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-        )
+        return table(["layer", "type", "kept as", "bytes", "why"], rows)
 
 
 class KVQCache(Cache):

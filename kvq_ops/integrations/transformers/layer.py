@@ -13,7 +13,7 @@ from ...cache import QuantizedKVCache
 from ...format import CacheFormat
 from .padding import assert_no_padding, new_tokens
 
-__all__ = ["CachedKeyValue", "KVQLayer", "PlainLayer", "crop_count", "selected"]
+__all__ = ["CachedKeyValue", "KVQLayer", "PlainLayer", "crop_count"]
 
 
 def crop_count(owner: str, tokens_to_remove: int) -> int:
@@ -25,14 +25,35 @@ def crop_count(owner: str, tokens_to_remove: int) -> int:
     return -count
 
 
-def selected(owner: str, indices: Any, batch: int) -> Tensor:
-    """Indices as transformers takes them, a tensor or a list, negative ones and masks among them: int64 on the CPU."""
-    if isinstance(indices, Tensor):
-        indices = indices.cpu()
-    try:
-        return torch.arange(batch)[indices].reshape(-1)
-    except (IndexError, TypeError):
-        raise ValueError(f"{owner}: indices must lie in {-batch}..{batch - 1}, got {indices!r}") from None
+class _Sequences:
+    """A layer whose sequences can be chosen anew, by :meth:`_select`."""
+
+    is_initialized: bool
+    batch_size: int
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence ``repeats`` times, into new tensors."""
+        if self.is_initialized:
+            self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the sequences ``indices``, in that order, in new tensors. Indices are what transformers takes: a tensor
+        or a list, negative ones and masks among them. Raises ``ValueError`` for one that is no sequence."""
+        if not self.is_initialized:
+            return
+        batch = self.batch_size
+        if isinstance(indices, Tensor):
+            indices = indices.cpu()
+        try:
+            index = torch.arange(batch)[indices].reshape(-1)
+        except (IndexError, TypeError):
+            method = f"{type(self).__name__}.batch_select_indices"
+            raise ValueError(f"{method}: indices must lie in {-batch}..{batch - 1}, got {indices!r}") from None
+        self._select(index)
+
+    def _select(self, index: Tensor) -> None:
+        """The sequences ``index``, int64 on the CPU, into new tensors."""
+        raise NotImplementedError
 
 
 class CachedKeyValue:
@@ -87,7 +108,7 @@ class CachedKeyValue:
         return NotImplemented
 
 
-class KVQLayer(CacheLayerMixin):
+class KVQLayer(_Sequences, CacheLayerMixin):
     """A layer of a transformers cache over a :class:`kvq_ops.QuantizedKVCache`, allocated at the first update (never as
     inference tensors, so that a cache may be filled under ``torch.inference_mode`` and reset or cropped outside).
 
@@ -253,16 +274,6 @@ class KVQLayer(CacheLayerMixin):
             self.cache.reorder(beam_idx)
             self.padding.copy_(self.padding[beam_idx.to(self.padding.device)])
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence ``repeats`` times, into new tensors."""
-        if self.is_initialized:
-            self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices``, in that order, in new tensors."""
-        if self.is_initialized:
-            self._select(selected("KVQLayer.batch_select_indices", indices, self.batch_size))
-
     def offload(self) -> None:
         """Move every part to the CPU; between update and attention that waits until attention has run."""
         if self.is_initialized and not self._waits:
@@ -308,7 +319,7 @@ class KVQLayer(CacheLayerMixin):
         return {name: part[first:last] for name, part in self.cache.named_buffers()}
 
 
-class PlainLayer(StaticLayer):
+class PlainLayer(_Sequences, StaticLayer):
     """transformers' static layer with what it lacks: a layer that stays in full precision, and can all that the
     quantized ones can."""
 
@@ -318,14 +329,6 @@ class PlainLayer(StaticLayer):
         count = crop_count("PlainLayer", tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.sub_(count).clamp_(min=0)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
-            self._select(selected("PlainLayer.batch_select_indices", indices, self.batch_size))
 
     def _select(self, index: Tensor) -> None:
         index = index.to(self.device)
