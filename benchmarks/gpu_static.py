@@ -158,7 +158,6 @@ class Report:
     arch: int
     registers: int
     stack: int
-    spills: int
     shared: int
     warps: int
     opcodes: Counter[str]
@@ -224,9 +223,8 @@ def compiled(case: Case, arch: int) -> Report:
     made, options = source(kernel, arguments, keywords)
     result = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack, opcodes, wide = inspect(result.asm["cubin"])
-    spills = sum(number for opcode, number in opcodes.items() if opcode.startswith(("LDL", "STL")))
     metadata = result.metadata
-    return Report(case, arch, registers, stack, spills, metadata.shared, metadata.num_warps, opcodes, wide)
+    return Report(case, arch, registers, stack, metadata.shared, metadata.num_warps, opcodes, wide)
 
 
 def rows(reports: list[Report]) -> Iterator[str]:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.page import table, with_block
 from kvq_ops.format import FORMATS, CacheFormat
 
 PAGE = Path(__file__).parents[1] / "docs/many_devices.md"
@@ -60,11 +60,6 @@ def tensor_parallel_bytes(model: Model) -> int:
     return model.layers * 2 * model.heads_q * model.head_dim * model.item_bytes
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["--:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
-
-
 def sizes() -> str:
     """GiB a sequence, by format and context: the whole, and a device's part by heads and by tokens."""
     header = ["cache"]
@@ -107,10 +102,7 @@ BLOCKS = {"sizes": sizes, "traffic": traffic}
 def updated(page: str) -> str:
     """The page with every block between its marks made anew."""
     for name, make in BLOCKS.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
-        page, count = re.subn(pattern, lambda found, make=make: found[1] + make() + found[2], page, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"the page must have one block {name}, got {count}")
+        page = with_block(page, name, make())
     return page
 
 

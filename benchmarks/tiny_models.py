@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""How this version of transformers calls a model's cache."""
 VOCABULARY, LAYERS = 128, 4
 WINDOW = 16
 
@@ -111,3 +115,9 @@ def tiny_model(chosen: Architecture, seed: int = 0, **given: Any) -> PreTrainedM
     config = AutoConfig.for_model(chosen.model_type, **{**sizes, **chosen.given, **given})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative L2 error of logits, whose common offset means nothing."""
+    found, expected = (logits - logits.mean(-1, keepdim=True) for logits in (found, expected))
+    return float((found - expected).norm() / expected.norm())

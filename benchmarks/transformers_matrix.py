@@ -9,9 +9,7 @@ one, over a KVQCache and over a DynamicCache with the model's own eager attentio
 from __future__ import annotations
 
 import argparse
-import inspect
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,8 +20,8 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.many_devices import table
-from benchmarks.tiny_models import ARCHITECTURES, BOUNDS, VOCABULARY, Architecture, tiny_model
+from benchmarks.page import table, with_block
+from benchmarks.tiny_models import ARCHITECTURES, ARGUMENT, BOUNDS, VOCABULARY, Architecture, error, tiny_model
 from kvq_ops.integrations.transformers import KVQCache
 
 PAGE = Path(__file__).parents[1] / "docs/transformers.md"
@@ -44,21 +42,14 @@ def read(model: PreTrainedModel, implementation: str, cache: Any, call: Callable
     """Logits [n, vocabulary] after each token that is no padding; ``call`` decodes in place of the model."""
     ids, mask = text()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     model.set_attn_implementation(implementation)
     found = []
     with torch.inference_mode():
         for first, last in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, TOKENS))]:
-            given = {"input_ids": ids[:, first:last], "position_ids": positions[:, first:last], argument: cache}
+            given = {"input_ids": ids[:, first:last], "position_ids": positions[:, first:last], ARGUMENT: cache}
             decoder = model if first == 0 or call is None else call
             found.append(decoder(attention_mask=mask[:, :last], **given).logits)
     return torch.cat(found, 1)[mask.bool()]
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    """Relative L2 error, logits' common offset apart."""
-    found, expected = (logits - logits.mean(-1, keepdim=True) for logits in (found, expected))
-    return float((found - expected).norm() / expected.norm())
 
 
 def refusal(model: PreTrainedModel) -> str:
@@ -118,15 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.write:
         print(made)
         return 0
-    page, count = re.subn(
-        r"(<!-- matrix -->\n).*?(\n<!-- end -->)",
-        lambda found: found[1] + made + found[2],
-        PAGE.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    if count != 1:
-        raise ValueError(f"the page must have one block matrix, got {count}")
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(with_block(PAGE.read_text(encoding="utf-8"), "matrix", made), encoding="utf-8")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import attention, relative_error
 from torch import Tensor
 
 PAGES = Path(__file__).parents[1] / "docs/moving_over"
@@ -34,31 +35,18 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, in float64, of [batch, heads, tokens, head_dim]."""
-    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = (rows.double().repeat_interleave(group, 1) for rows in (key, value))
-    logits = query.double() @ key.mT / query.shape[-1] ** 0.5
-    hidden = torch.ones(tokens, key.shape[2]).triu(key.shape[2] - tokens + 1).bool()
-    return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ value
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
-
-
 def test_kv_quant_attn() -> None:
     given = {"batch": 2, "heads_kv": 2, "head_dim": 64, "max_tokens": 256}
     given |= {"key": rows(2, 2, 200, 64), "value": rows(2, 2, 200, 64).roll(1, 0), "query": rows(2, 4, 1, 64)}
-    expected = attention(given["query"], given["key"], given["value"])
+    expected, _ = attention(given["query"], given["key"], given["value"])
     first, second = blocks("kv_quant_attn.md")["Now"]
     old = blocks("kv_quant_attn.md")["Before"][0].splitlines()
     assert first.splitlines()[1:] == old[1:], "nothing but the first line changes"
     with torch.no_grad():
         exec(first, given)
-        assert error(given["out"], expected) < ERRORS["int8"]
+        assert relative_error(given["out"], expected) < ERRORS["int8"]
         exec(second, given)
-        assert ERRORS["int8"] < error(given["out"], expected) < ERRORS["int4_hq"]
+        assert ERRORS["int8"] < relative_error(given["out"], expected) < ERRORS["int4_hq"]
 
 
 def test_cpu_attn() -> None:
@@ -69,12 +57,12 @@ def test_cpu_attn() -> None:
     with torch.no_grad():
         for code in blocks("cpu_attn.md")["Now"]:
             exec(code, given)
-    assert error(given["out"], v.double().repeat_interleave(2, 0)) < ERRORS["int8"]
+    assert relative_error(given["out"], v.double().repeat_interleave(2, 0)) < ERRORS["int8"]
     assert given["out"].shape == (4, 64)
     cache = given["cache"]  # the page's claim on uniform logits
     mean = cache.dequantize()[1].double().mean(2).repeat_interleave(2, 1)
-    assert error(cache.attend(torch.zeros(1, 4, 64)), mean) < 1e-5
-    assert error(given["outs"], attention(queries, keys, values)) < ERRORS["int8"]
+    assert relative_error(cache.attend(torch.zeros(1, 4, 64)), mean) < 1e-5
+    assert relative_error(given["outs"], attention(queries, keys, values)[0]) < ERRORS["int8"]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def loaded() -> tuple[Any, Any, Llama]:
         path = packaged_file(*MODEL)
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: `make test` installs it")
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import CompileConfig
 
-from benchmarks.tiny_models import BOUNDS, LAYERS, VOCABULARY, architecture, tiny_model
+from benchmarks.tiny_models import ARGUMENT, BOUNDS, LAYERS, VOCABULARY, architecture, error, tiny_model
 
-ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-"""How this version of transformers calls a model's cache."""
 PADDING = (5, 0, 2)
 PROMPT, NEW, CAPACITY = 14, 24, 64
 
-__all__ = ["ARGUMENT", "BOUNDS", "CAPACITY", "NEW", "PADDING", "PROMPT", "VOCABULARY"]
+__all__ = ["ARGUMENT", "BOUNDS", "CAPACITY", "NEW", "PADDING", "PROMPT", "VOCABULARY", "error"]
 
 
 @functools.cache
@@ -75,12 +72,6 @@ def plain_logits(chosen: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 
 def whole_mask(mask: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([mask, mask.new_ones(ids.shape[0], ids.shape[1] - mask.shape[1])], 1)
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    """Relative L2 error of logits, whose common offset means nothing."""
-    centred = [logits - logits.mean(-1, keepdim=True) for logits in (found, expected)]
-    return float((centred[0] - centred[1]).norm() / centred[1].norm())
 
 
 def generated_error(chosen: PreTrainedModel, output: Any, mask: Tensor) -> float:
