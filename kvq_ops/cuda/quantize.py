@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import format
+from .. import format, reference
 
 LEVELS = tl.constexpr(format.LEVELS)
-ABSMAX_LIMIT = tl.constexpr(1.6e38)
-ROTATED_LIMIT = tl.constexpr(1e37)
+ABSMAX_LIMIT = tl.constexpr(reference.ABSMAX_LIMIT)
+ROTATED_LIMIT = tl.constexpr(reference.ROTATED_LIMIT)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 ROUNDER = tl.constexpr(12582912.0)

@@ -22,17 +22,18 @@ PACKAGE_METADATA = {_KEY: str(SCHEMA_VERSION)}
 ``kvq::schema_version`` is the number that a package must have."""
 
 
-def _declaration(op: Any, results: int) -> str:
+def _declaration(op: Any) -> str:
     """Of the C function in csrc/shims.cpp, as Inductor calls it."""
     types = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "str": "const char*"}
     types["Optional[float]"] = "double*"
-    given = [types[str(argument.type)] for argument in op._schema.arguments]  # noqa: SLF001 the only way to the types
-    given += ["AtenTensorHandle*"] * results or ["void*"]
-    return f"AOTITorchError aoti_torch_cpu_{op._schema.name.partition('::')[2]}({', '.join(given)})"  # noqa: SLF001
+    schema = op._schema  # noqa: SLF001 the only way to the types
+    given = [types[str(argument.type)] for argument in schema.arguments]
+    given += ["AtenTensorHandle*"] * len(schema.returns) or ["void*"]
+    return f"AOTITorchError aoti_torch_cpu_{schema.name.partition('::')[2]}({', '.join(given)})"
 
 
 C_SHIMS: dict[Any, list[str]] = {
-    op: [_declaration(op, len(op._schema.returns))]  # noqa: SLF001
+    op: [_declaration(op)]
     for op in (ops.append.default, ops.attend.default, ops.attend_lse.default)
     if not op.namespace.startswith("_")
 }
