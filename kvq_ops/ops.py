@@ -1,8 +1,7 @@
 """The ops: registers fakes, CUDA and what gradients do, and wraps each op with types.
 
 ``torch.ops.kvq.*`` are the same ops without the wrappers (in a build for the Hugging Face Hub, the namespace is its
-own). Every cache tensor is written in place; parts and shapes
-are as ``kvq_ops.format`` says.
+own). Every cache tensor is written in place; parts and shapes are as ``kvq_ops.format`` says.
 """
 
 from __future__ import annotations

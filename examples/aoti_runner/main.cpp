@@ -3,8 +3,8 @@
 //   kvq_runner [--library FILE] [--tokens N] [--batch B] MODEL.pt2 ID...
 //
 // The ids are the prompt, the same for every sequence of the batch; prompt and answer go through token by token.
-// Without
-// --library, _kvq_ops.abi3.so is taken from beside this program, else from where the loader looks (LD_LIBRARY_PATH).
+// Without --library, _kvq_ops.abi3.so is taken from beside this program, else from where the loader looks
+// (LD_LIBRARY_PATH).
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/InferenceMode.h>
