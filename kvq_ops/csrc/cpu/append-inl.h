@@ -13,26 +13,43 @@ namespace {
 
 constexpr int64_t kRowsAhead = 6;
 
-// Orthonormal Hadamard transform of x in place, in blocks of the largest power of two that divides count.
+// Lanes N apart become their sum and their difference. The products are exact, so fma rounds as add and sub do.
+template <int N>
+inline F32 butterfly(F32 x) {
+  struct Signs {
+    alignas(64) float lane[kFloats];
+    constexpr Signs() : lane() {
+      for (int i = 0; i < kFloats; ++i) lane[i] = i & N ? -1.0f : 1.0f;
+    }
+  };
+  static constexpr Signs kSigns;
+  return fma(x, load_f32(kSigns.lane), swap<N>(x));
+}
+
+// Orthonormal Hadamard transform of x in place, in blocks of the largest power of two that divides count; x reaches to
+// a multiple of 16.
 inline void rotate_row(float* x, int64_t count) {
   const int64_t block = count & -count;
-  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
-  for (int64_t i = 0; i < count; ++i) x[i] *= norm;
-  for (int64_t distance = 1; distance < block; distance *= 2) {
+  const F32 norm = set_f32(static_cast<float>(1.0 / std::sqrt(static_cast<double>(block))));
+  for (int64_t i = 0; i < count; i += kFloats) {
+    F32 y = mul(load_f32(x + i), norm);
+    if (block > 1) y = butterfly<1>(y);
+    if (block > 2) y = butterfly<2>(y);
+    if constexpr (kFloats > 4) {
+      if (block > 4) y = butterfly<4>(y);
+    }
+    if constexpr (kFloats > 8) {
+      if (block > 8) y = butterfly<8>(y);
+    }
+    store_f32(x + i, y);
+  }
+  for (int64_t distance = kFloats; distance < block; distance *= 2) {
     for (int64_t first = 0; first < count; first += 2 * distance) {
       float *low = x + first, *high = low + distance;
-      if (distance >= kFloats) {
-        for (int64_t i = 0; i < distance; i += kFloats) {
-          const F32 a = load_f32(low + i), b = load_f32(high + i);
-          store_f32(low + i, add(a, b));
-          store_f32(high + i, sub(a, b));
-        }
-      } else {
-        for (int64_t i = 0; i < distance; ++i) {
-          const float a = low[i], b = high[i];
-          low[i] = a + b;
-          high[i] = a - b;
-        }
+      for (int64_t i = 0; i < distance; i += kFloats) {
+        const F32 a = load_f32(low + i), b = load_f32(high + i);
+        store_f32(low + i, add(a, b));
+        store_f32(high + i, sub(a, b));
       }
     }
   }

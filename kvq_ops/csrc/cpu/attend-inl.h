@@ -18,17 +18,22 @@ namespace kvq {
 namespace KVQ_ISA {
 namespace {
 
-// Dots of `rows` query rows with one key row.
-inline void float_dots(const float* query, int64_t width, int64_t rows, const float* key, float* logits) {
-  for (int64_t r = 0; r < rows; ++r) {
-    F32 even = set_f32(0.0f), odd = even;
-    int64_t i = 0;
-    for (; i + 2 * kFloats <= width; i += 2 * kFloats) {
-      even = fma(load_f32(query + r * width + i), load_f32(key + i), even);
-      odd = fma(load_f32(query + r * width + i + kFloats), load_f32(key + i + kFloats), odd);
+// logits[r * kBlockTokens] = query row r . key, for ROWS rows, one by one or together.
+template <int ROWS>
+inline void float_dots(const float* query, int64_t width, const float* key, float* logits) {
+  F32 even[ROWS], odd[ROWS];
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) even[r] = odd[r] = set_f32(0.0f);
+  int64_t i = 0;
+  for (; i + 2 * kFloats <= width; i += 2 * kFloats) {
+    const F32 first = load_f32(key + i), second = load_f32(key + i + kFloats);
+    KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+      even[r] = fma(load_f32(query + r * width + i), first, even[r]);
+      odd[r] = fma(load_f32(query + r * width + i + kFloats), second, odd[r]);
     }
-    if (i < width) even = fma(load_f32(query + r * width + i), load_f32(key + i), even);
-    logits[r * kBlockTokens] = reduce_add(add(even, odd));
+  }
+  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+    if (i < width) even[r] = fma(load_f32(query + r * width + i), load_f32(key + i), even[r]);
+    logits[r * kBlockTokens] = reduce_add(add(even[r], odd[r]));
   }
 }
 
@@ -68,12 +73,14 @@ KVQ_NOINLINE void scale_queries(const float* query, const ChannelScales& keys, c
     offset[r] = set_f32(0.0f);
     most[r] = zero_i32();
   }
+  alignas(64) float product[ROWS * kMaxHeadDim];
   for (int64_t i = 0; i < width; i += kFloats) {
     const F32 scale = load_f32(keys.scale + i), zero = load_f32(keys.zero + i);
     KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-      const F32 q = load_f32(query + r * width + i);
+      const F32 q = load_f32(query + r * width + i), x = mul(q, scale);
+      store_f32(product + r * width + i, x);
       offset[r] = fma(q, zero, offset[r]);
-      most[r] = max_i32(most[r], abs_bits(mul(q, scale)));
+      most[r] = max_i32(most[r], abs_bits(x));
     }
   }
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -88,19 +95,17 @@ KVQ_NOINLINE void scale_queries(const float* query, const ChannelScales& keys, c
   if (plan.runs) {
     for (int64_t i = 0; i < plan.width; i += kLanes) {
       const int64_t c = plan.channel[i];
-      const F32 low = load_f32(keys.scale + c), high = load_f32(keys.scale + c + kFloats);
       KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const float* q = query + r * width + c;
-        store_i16(codes + r * plan.width + i, to_i32(mul(mul(load_f32(q), low), inverse[r])),
-                  to_i32(mul(mul(load_f32(q + kFloats), high), inverse[r])));
+        const float* x = product + r * width + c;
+        store_i16(codes + r * plan.width + i, to_i32(mul(load_f32(x), inverse[r])),
+                  to_i32(mul(load_f32(x + kFloats), inverse[r])));
       }
     }
   } else {
     alignas(64) int32_t code[kMaxHeadDim];
     for (int r = 0; r < ROWS; ++r) {
       for (int64_t i = 0; i < width; i += kFloats) {
-        const F32 x = mul(load_f32(query + r * width + i), load_f32(keys.scale + i));
-        store_i32(code + i, to_i32(mul(x, inverse[r])));
+        store_i32(code + i, to_i32(mul(load_f32(product + r * width + i), inverse[r])));
       }
       for (int64_t i = 0; i < plan.width; ++i) {
         codes[r * plan.width + i] = plan.channel[i] < 0 ? int16_t{0} : static_cast<int16_t>(code[plan.channel[i]]);
@@ -240,7 +245,7 @@ struct Attend {
     for (int64_t j = block->coded; j < block->values.tokens; ++j) {
       alignas(64) float key[kMaxHeadDim];
       full_row(p.key.full, p.format.slot(block->first + j), key);
-      float_dots(query, query_width, ROWS, key, logits + j);
+      float_dots<ROWS>(query, query_width, key, logits + j);
     }
   }
 
@@ -252,14 +257,13 @@ struct Attend {
   void add_values(Tokens* block, const Weights& weights, float* acc) const {
     const SideFormat& format = p.format.value;
     if (format.coding == Coding::kGroup) {
-      const int16_t* m = block->value_mantissa;
       if (format.bits == 8)
-        return value_block<Codec8, ROWS, true>(block->values, value_plan, weights, m, acc, &block->ahead);
-      return value_block<CodecLevels, ROWS, true>(block->values, value_plan, weights, m, acc, &block->ahead);
+        return value_block<Codec8, ROWS, true>(block->values, value_plan, weights, acc, &block->ahead);
+      return value_block<CodecLevels, ROWS, true>(block->values, value_plan, weights, acc, &block->ahead);
     }
     if (format.bits == 8)
-      return value_block<Codec8, ROWS, false>(block->values, value_plan, weights, nullptr, acc, &block->ahead);
-    value_block<Codec4, ROWS, false>(block->values, value_plan, weights, nullptr, acc, &block->ahead);
+      return value_block<Codec8, ROWS, false>(block->values, value_plan, weights, acc, &block->ahead);
+    value_block<Codec4, ROWS, false>(block->values, value_plan, weights, acc, &block->ahead);
   }
 
   // One register tile of query rows over one block.
@@ -274,7 +278,7 @@ struct Attend {
       row_logits<ROWS>(block, at, logits);
     }
     const SideFormat& format = p.format.value;
-    const int weight_bits = format.coding == Coding::kGroup ? 13 : 14;  // sums of a block fit int32
+    const bool sums = format.coding == Coding::kRow && format.bits == 4;  // whose codes have an offset
     for (int64_t r = 0; r < ROWS; ++r) {
       alignas(64) float visible_zeros[kBlockTokens];
       const float* zeros = format.coding == Coding::kToken ? block->value_zero : nullptr;
@@ -283,11 +287,13 @@ struct Attend {
         std::memcpy(visible_zeros, zeros, static_cast<size_t>(seen[r]) * sizeof(float));
         zeros = visible_zeros;
       }
-      softmax_row(logits + r * kBlockTokens, block->value_scale, zeros, seen[r], weight_bits, unit.partial + row + r,
+      softmax_row(logits + r * kBlockTokens, block->value_scale, zeros, seen[r], sums, unit.partial + row + r,
                   &weights, r);
     }
     if (format.coding == Coding::kGroup) {
-      group_bias(block->value_mantissa, format.groups(p.head_dim), format.bits == 8 ? 0.5f : 0.0f, ROWS, &weights);
+      const int64_t groups = format.groups(p.head_dim);
+      format.bits == 8 ? group_weights<true>(block->value_mantissa, groups, ROWS, &weights)
+                       : group_weights<false>(block->value_mantissa, groups, ROWS, &weights);
     }
     add_values<ROWS>(block, weights, unit.acc + row * value_plan.width);
   }
@@ -336,7 +342,9 @@ struct Attend {
     const int64_t held = p.lengths[unit.b] < p.format.sinks ? p.lengths[unit.b] : p.format.sinks;
     for (int64_t j = 0; j < held; ++j) {
       full_row(p.key.full, j, x);
-      float_dots(queries.floats + query_row(row) * query_width, query_width, rows, x, logits + j);
+      for (int64_t r = 0; r < rows; ++r) {
+        float_dots<1>(queries.floats + query_row(row + r) * query_width, query_width, x, logits + r * kBlockTokens + j);
+      }
     }
     for (int64_t r = 0; r < rows; ++r) {
       float* weight = logits + r * kBlockTokens;

@@ -73,6 +73,7 @@ void merge_row(const AttendParams& p, const LanePlan& plan, int64_t b, int64_t h
     for (int64_t i = 0; i < plan.width; ++i) {
       if (plan.channel[i] >= 0) channels[plan.channel[i]] = acc[i];
     }
+    for (int64_t i = p.head_dim; i % 16 != 0; ++i) channels[i] = 0.0f;
   }
   float* row = plan.identity ? acc : channels;
   if (p.format.value.rotated) rotate_row(row, p.head_dim);

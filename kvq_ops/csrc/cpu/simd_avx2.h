@@ -64,6 +64,12 @@ inline I16 set_i16(int16_t x) {
 inline I16 mul_i16(I16 a, I16 b) {
   return _mm256_mullo_epi16(a, b);
 }
+inline I16 scale_by_mantissa(I16 w, I16 m) {
+  return _mm256_add_epi16(w, _mm256_mulhrs_epi16(w, _mm256_slli_epi16(_mm256_sub_epi16(m, _mm256_set1_epi16(16)), 11)));
+}
+inline void store_i16(int16_t* p, I16 x) {
+  _mm256_store_si256(reinterpret_cast<__m256i*>(p), x);
+}
 inline void interleave(I16 a, I16 b, I16* first, I16* second) {
   *first = _mm256_unpacklo_epi16(a, b);
   *second = _mm256_unpackhi_epi16(a, b);
@@ -155,6 +161,12 @@ inline F32 to_f32(I32 x) {
 }
 inline F32 scale_by_power(F32 x, I32 n) {
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)));
+}
+template <int N>
+inline F32 swap(F32 x) {
+  return N == 1   ? _mm256_permute_ps(x, 0xb1)
+         : N == 2 ? _mm256_permute_ps(x, 0x4e)
+                  : _mm256_permute2f128_ps(x, x, 1);
 }
 inline float reduce_add(F32 x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

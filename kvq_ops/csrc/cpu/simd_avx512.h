@@ -70,6 +70,12 @@ inline I16 set_i16(int16_t x) {
 inline I16 mul_i16(I16 a, I16 b) {
   return _mm512_mullo_epi16(a, b);
 }
+inline I16 scale_by_mantissa(I16 w, I16 m) {
+  return _mm512_add_epi16(w, _mm512_mulhrs_epi16(w, _mm512_slli_epi16(_mm512_sub_epi16(m, _mm512_set1_epi16(16)), 11)));
+}
+inline void store_i16(int16_t* p, I16 x) {
+  _mm512_store_si512(p, x);
+}
 inline void interleave(I16 a, I16 b, I16* first, I16* second) {
   *first = _mm512_unpacklo_epi16(a, b);
   *second = _mm512_unpackhi_epi16(a, b);
@@ -166,6 +172,13 @@ inline F32 to_f32(I32 x) {
 inline F32 scale_by_power(F32 x, I32 n) {
   return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)));
 }
+template <int N>
+inline F32 swap(F32 x) {
+  return N == 1   ? _mm512_permute_ps(x, 0xb1)
+         : N == 2 ? _mm512_permute_ps(x, 0x4e)
+         : N == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
+                  : _mm512_shuffle_f32x4(x, x, 0x4e);
+}
 inline float reduce_add(F32 x) {
   return _mm512_reduce_add_ps(x);
 }
@@ -173,8 +186,8 @@ inline float reduce_max(F32 x) {
   return _mm512_reduce_max_ps(x);
 }
 inline void store_i16(int16_t* p, I32 low, I32 high) {
-  _mm256_store_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(low));
-  _mm256_store_si256(reinterpret_cast<__m256i*>(p + 16), _mm512_cvtsepi32_epi16(high));
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_store_si512(p, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(low, high)));
 }
 
 // 16-bit floats

@@ -74,6 +74,16 @@ inline I16 set_i16(int16_t x) {
 inline I16 mul_i16(I16 a, I16 b) {
   return {vmulq_s16(a.lo, b.lo), vmulq_s16(a.hi, b.hi)};
 }
+inline int16x8_t scale_by_mantissa(int16x8_t w, int16x8_t m) {
+  return vaddq_s16(w, vqrdmulhq_s16(w, vshlq_n_s16(vsubq_s16(m, vdupq_n_s16(16)), 11)));
+}
+inline I16 scale_by_mantissa(I16 w, I16 m) {
+  return {scale_by_mantissa(w.lo, m.lo), scale_by_mantissa(w.hi, m.hi)};
+}
+inline void store_i16(int16_t* p, I16 x) {
+  vst1q_s16(p, x.lo);
+  vst1q_s16(p + 8, x.hi);
+}
 inline int16x8_t low_halves(int16x8_t a, int16x8_t b) {
   return vcombine_s16(vget_low_s16(a), vget_low_s16(b));
 }
@@ -230,6 +240,12 @@ inline float32x4_t power(int32x4_t n) {
 }
 inline F32 scale_by_power(F32 x, I32 n) {
   return {vmulq_f32(x.lo, power(n.lo)), vmulq_f32(x.hi, power(n.hi))};
+}
+template <int N>
+inline F32 swap(F32 x) {
+  if (N == 1) return {vrev64q_f32(x.lo), vrev64q_f32(x.hi)};
+  if (N == 2) return {vextq_f32(x.lo, x.lo, 2), vextq_f32(x.hi, x.hi, 2)};
+  return {x.hi, x.lo};
 }
 inline float reduce_add(F32 x) {
   return vaddvq_f32(vaddq_f32(x.lo, x.hi));

@@ -92,6 +92,14 @@ inline I16 mul_i16(I16 a, I16 b) {
   KVQ_EACH(kLanes) a.v[i] = static_cast<int16_t>(a.v[i] * b.v[i]);
   return a;
 }
+// w * m / 16, halves up; m is 1..16
+inline I16 scale_by_mantissa(I16 w, I16 m) {
+  KVQ_EACH(kLanes) w.v[i] = static_cast<int16_t>(w.v[i] + ((w.v[i] * (m.v[i] - 16) + 8) >> 4));
+  return w;
+}
+inline void store_i16(int16_t* p, I16 x) {
+  KVQ_EACH(kLanes) p[i] = x.v[i];
+}
 // Pairs (a[i], b[i]) in two vectors, in an order of the ISA's choice that natural_order undoes.
 inline void interleave(I16 a, I16 b, I16* first, I16* second) {
   KVQ_EACH(kHalf) {
@@ -229,6 +237,13 @@ inline F32 to_f32(I32 x) {
 inline F32 scale_by_power(F32 x, I32 n) {
   KVQ_EACH(kHalf) x.v[i] *= float_of((static_cast<uint32_t>(n.v[i]) + 127u) << 23);
   return x;
+}
+// Lane i takes lane i ^ N; N is a power of two below the number of lanes
+template <int N>
+inline F32 swap(F32 x) {
+  F32 y = x;
+  KVQ_EACH(kHalf) y.v[i] = x.v[i ^ N];
+  return y;
 }
 inline float reduce_add(F32 x) {
   float sum = 0.0f;

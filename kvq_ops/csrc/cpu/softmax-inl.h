@@ -35,8 +35,9 @@ inline float exp_nonpositive(float x) {
 }
 
 // Logits x of one row over a block to weight codes; `seen` of the tokens are visible to the row, and value_zero, where
-// the coding has it, is 0 for the others. The largest code lies in 2^weight_bits .. 2^(weight_bits + 1). x is spoiled.
-inline void softmax_row(float* x, const float* value_scale, const float* value_zero, int64_t seen, int weight_bits,
+// the coding has it, is 0 for the others. The largest code lies in 2^14 .. 2^15. `sums`: the codes' sum is wanted. x is
+// spoiled.
+inline void softmax_row(float* x, const float* value_scale, const float* value_zero, int64_t seen, bool sums,
                         Partial* partial, Weights* weights, int64_t r) {
   for (int64_t j = seen; j < kBlockTokens; ++j) x[j] = -kInfinity;
   F32 most = load_f32(x);
@@ -66,12 +67,12 @@ inline void softmax_row(float* x, const float* value_scale, const float* value_z
   partial->max = new_max;
   partial->sum = partial->sum * correction + reduce_add(sum);
 
-  // The power of two that takes the largest weight to 2^bits..2^(bits + 1): uniform weights stay exact.
+  // The power of two that takes the largest weight to 2^14..2^15: uniform weights stay exact.
   const int32_t bits = absmax_bits(x, kBlockTokens);
   const int32_t exponent = (bits >> 23) - 127 > -112 ? (bits >> 23) - 127 : -112;  // 2^(exponent - 14) stays normal
   const bool finite = bits < 0x7f800000;
-  const F32 up = set_f32(finite ? float_of(static_cast<uint32_t>(127 + weight_bits - exponent) << 23) : 0.0f);
-  const F32 top = set_f32(static_cast<float>((2 << weight_bits) - 1));
+  const F32 up = set_f32(finite ? float_of(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 0.0f);
+  const F32 top = set_f32(static_cast<float>((2 << 14) - 1));
   F32 total = set_f32(0.0f);
   for (int64_t j = 0; j < kBlockTokens; j += kLanes) {
     const F32 low = min(round_even(mul(load_f32(x + j), up)), top);
@@ -79,33 +80,38 @@ inline void softmax_row(float* x, const float* value_scale, const float* value_z
     total = add(total, add(low, high));  // integers below 2^24: exact
     store_i16(weights->code + r * kBlockTokens + j, to_i32(low), to_i32(high));
   }
-  weights->scale[r] = float_of(finite ? static_cast<uint32_t>(127 - weight_bits + exponent) << 23 : 0x7fc00000u);
-  weights->sum[r] = finite && !value_zero ? static_cast<int32_t>(reduce_add(total)) : 0;
+  weights->scale[r] = float_of(finite ? static_cast<uint32_t>(127 - 14 + exponent) << 23 : 0x7fc00000u);
+  weights->sum[r] = finite && sums ? static_cast<int32_t>(reduce_add(total)) : 0;
   weights->correction[r] = correction;
   weights->bias[r * kMaxGroups] = bias;
 }
 
-// What lies between codes and levels of coding kGroup: `middle` times the sum of weights and mantissas, for each row
-// and group.
-inline void group_bias(const int16_t* mantissa, int64_t groups, float middle, int64_t rows, Weights* weights) {
-  for (int64_t r = 0; r < rows; ++r) {
-    if (middle == 0.0f) {
-      std::memset(weights->bias + r * kMaxGroups, 0, static_cast<size_t>(groups) * sizeof(float));
-      continue;
+// Weights of coding kGroup: those of each group are the tokens' times the group's mantissas. MIDDLES: a level lies half
+// a step above its code.
+template <bool MIDDLES>
+inline void group_weights(const int16_t* mantissa, int64_t groups, int64_t rows, Weights* weights) {
+  for (int64_t r = 0; r < rows; ++r) weights->scale[r] *= kMantissas;
+  for (int64_t g = groups - 1; g >= 0; --g) {  // group 0 holds the tokens' own weights until the end
+    I16 m[kBlockTokens / kLanes];
+    KVQ_UNROLL for (int64_t j = 0; j < kBlockTokens; j += kLanes) {
+      m[j / kLanes] = load_i16(mantissa + g * kBlockTokens + j);
     }
-    const int16_t* code = weights->code + r * kBlockTokens;
-    for (int64_t g = 0; g < groups; g += 4) {
-      I32 sum[4];
-      KVQ_UNROLL for (int i = 0; i < 4; ++i) {
-        const int16_t* m = mantissa + (g + i < groups ? g + i : g) * kBlockTokens;
-        sum[i] = zero_i32();
-        for (int64_t j = 0; j < kBlockTokens; j += kLanes) sum[i] = dot(sum[i], load_i16(code + j), load_i16(m + j));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int16_t* from = weights->code + r * kBlockTokens;
+      int16_t* to = weights->code + g * Weights::kGroup + r * kBlockTokens;
+      I32 sum = zero_i32();
+      KVQ_UNROLL for (int64_t j = 0; j < kBlockTokens; j += kLanes) {
+        const I16 x = scale_by_mantissa(load_i16(from + j), m[j / kLanes]);
+        store_i16(to + j, x);
+        if (MIDDLES) sum = dot(sum, x, set_i16(1));
       }
-      int32_t four[4];
-      sum4(sum[0], sum[1], sum[2], sum[3], four);
-      for (int64_t i = 0; i < 4 && g + i < groups; ++i) {
-        weights->bias[r * kMaxGroups + g + i] = middle * static_cast<float>(four[i]) * weights->scale[r];
+      float bias = 0.0f;
+      if (MIDDLES) {
+        int32_t four[4];
+        sum4(sum, sum, sum, sum, four);
+        bias = 0.5f * static_cast<float>(four[0]) * weights->scale[r];
       }
+      weights->bias[r * kMaxGroups + g] = bias;
     }
   }
 }

@@ -17,7 +17,7 @@ constexpr int floor_power(int x) {
 constexpr int tile_tokens(int rows) {
   return floor_power(kAccumulators / rows);
 }
-constexpr int tile_steps(int rows) {
+constexpr int tile_vectors(int rows) {
   return floor_power(kAccumulators / 2 / rows);
 }
 
@@ -122,82 +122,82 @@ inline void key_tile(const Block& keys, int64_t j, const LanePlan& plan, const i
   }
 }
 
-// What the softmax of a block hands to the value product, for the rows of a tile.
+// What the softmax of a block hands to the value product, for the rows of a tile. Codings without groups have one.
 struct Weights {
-  alignas(64) int16_t code[kMaxRows * kBlockTokens];  // [row, token], zero past the last token
-  float scale[kMaxRows];                              // of a code, a power of two
-  float correction[kMaxRows];                         // by which earlier sums shrink
-  int32_t sum[kMaxRows];                              // of the codes, for the offset of unsigned value codes
-  float bias[kMaxRows * kMaxGroups];                  // what a group's channels add; codings without groups have one
+  static constexpr int64_t kGroup = kMaxRows * kBlockTokens;
+  alignas(64) int16_t code[kMaxGroups * kGroup];  // [group, row, token], 0 past the last token
+  float scale[kMaxRows];                          // of a code, a power of two
+  float correction[kMaxRows];                     // by which earlier sums shrink
+  int32_t sum[kMaxRows];                          // of the codes, for the offset of unsigned value codes
+  float bias[kMaxRows * kMaxGroups];              // what a group's channels add
 };
 
-// Sums of ROWS query rows over the channels of STEPS code vectors, vector V of each. With GROUPS the codes are
-// multiplied by the mantissas of their group.
-template <class Codec, int V, int ROWS, int STEPS, bool GROUPS>
+// Sums of ROWS query rows over the channels of code vectors FIRST to FIRST + VECTORS - 1 of STEPS steps. With GROUPS
+// each vector has its own weights.
+template <class Codec, int FIRST, int VECTORS, int ROWS, int STEPS, bool GROUPS>
 struct ValueSums {
-  I32 sum[ROWS][STEPS][2];
-  const int16_t* mantissa[STEPS];  // of the block's tokens in the group of each step
+  static constexpr int kCount = STEPS * VECTORS;
+  I32 sum[ROWS][kCount][2];
+  const int16_t* weights[kCount];
 
-  // Adds value rows j and j + 1; `weights` points at the weights of both.
-  void add_pair(const uint8_t* even, const uint8_t* odd, const int32_t* offset, const int16_t* weights, int64_t j) {
-    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
-      I16 first, second;
-      interleave(Codec::template vector<V>(Codec::load(even + offset[k])),
-                 Codec::template vector<V>(Codec::load(odd + offset[k])), &first, &second);
-      if (GROUPS) {
-        const I16 m = pair_i16(mantissa[k] + j);
-        first = mul_i16(first, m);
-        second = mul_i16(second, m);
-      }
-      KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const I16 w = pair_i16(weights + r * kBlockTokens);
-        sum[r][k][0] = dot(sum[r][k][0], first, w);
-        pin(sum[r][k][0]);
-        sum[r][k][1] = dot(sum[r][k][1], second, w);
-        pin(sum[r][k][1]);
-      }
+  template <int I>
+  void add_vector(I16 even, I16 odd, int64_t j) {
+    I16 first, second;
+    interleave(even, odd, &first, &second);
+    KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
+      const I16 w = pair_i16(weights[GROUPS ? I : 0] + r * kBlockTokens + j);
+      sum[r][I][0] = dot(sum[r][I][0], first, w);
+      pin(sum[r][I][0]);
+      sum[r][I][1] = dot(sum[r][I][1], second, w);
+      pin(sum[r][I][1]);
     }
+  }
+
+  // Adds value rows j and j + 1.
+  template <int K = 0>
+  void add_pair(const uint8_t* even, const uint8_t* odd, const int32_t* offset, int64_t j) {
+    const auto a = Codec::load(even + offset[K]), b = Codec::load(odd + offset[K]);
+    add_vector<K * VECTORS>(Codec::template vector<FIRST>(a), Codec::template vector<FIRST>(b), j);
+    if constexpr (VECTORS == 2) {
+      add_vector<K * VECTORS + 1>(Codec::template vector<1>(a), Codec::template vector<1>(b), j);
+    }
+    if constexpr (K + 1 < STEPS) add_pair<K + 1>(even, odd, offset, j);
   }
 };
 
-// Adds the weighted rows of a block to acc: channels of STEPS code vectors from step s on, vector V of each.
-template <class Codec, int V, int ROWS, int STEPS, bool GROUPS>
-inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights,
-                       const int16_t* mantissa, float* acc, Ahead* ahead) {
+// Adds the weighted rows of a block to acc: channels of STEPS steps from step s on.
+template <class Codec, int FIRST, int VECTORS, int ROWS, int STEPS, bool GROUPS>
+inline void value_tile(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                       Ahead* ahead) {
   constexpr int64_t kRun = 16;  // tokens between prefetches, which would take registers from the inner loop
-  ValueSums<Codec, V, ROWS, STEPS, GROUPS> sums;
-  auto& sum = sums.sum;
-  KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
-    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) sum[r][k][0] = sum[r][k][1] = zero_i32();
-  }
-  if (GROUPS) {
-    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
-      sums.mantissa[k] = mantissa + plan.group[(s + k) * Codec::kVectors + V] * kBlockTokens;
-    }
+  ValueSums<Codec, FIRST, VECTORS, ROWS, STEPS, GROUPS> sums;
+  const auto vector = [s](int i) { return (s + i / VECTORS) * Codec::kVectors + FIRST + i % VECTORS; };
+  KVQ_UNROLL for (int i = 0; i < sums.kCount; ++i) {
+    KVQ_UNROLL for (int r = 0; r < ROWS; ++r) sums.sum[r][i][0] = sums.sum[r][i][1] = zero_i32();
+    sums.weights[i] = weights.code + plan.group[vector(i)] * Weights::kGroup;
   }
   const int32_t* offset = plan.offset + s;
   const uint8_t* row = values.first;
   const int64_t stride = values.stride;
   int64_t j = 0;
   while (j + 1 < values.tokens) {
-    if (V == 0) ahead->advance(kRun * STEPS * kLanes);
+    if (FIRST == 0) ahead->advance(kRun * STEPS * kLanes);
     const int64_t end = j + kRun < values.tokens ? j + kRun : values.tokens - 1;
-    for (; j < end; j += 2, row += 2 * stride) sums.add_pair(row, row + stride, offset, weights.code + j, j);
+    for (; j < end; j += 2, row += 2 * stride) sums.add_pair(row, row + stride, offset, j);
   }
-  if (j < values.tokens) sums.add_pair(row, row, offset, weights.code + j, j);  // the weight past the last token is 0
+  if (j < values.tokens) sums.add_pair(row, row, offset, j);  // the weight past the last token is 0
   KVQ_UNROLL for (int r = 0; r < ROWS; ++r) {
     const F32 scale = set_f32(weights.scale[r]), correction = set_f32(weights.correction[r]);
-    const I32 offset = set_i32(GROUPS ? 0 : Codec::kOffset * weights.sum[r]);
-    KVQ_UNROLL for (int k = 0; k < STEPS; ++k) {
-      const int64_t vector = (s + k) * Codec::kVectors + V;
-      const F32 bias = set_f32(weights.bias[r * kMaxGroups + (GROUPS ? plan.group[vector] : 0)]);
+    const I32 zero_point = set_i32(Codec::kOffset * weights.sum[r]);
+    KVQ_UNROLL for (int i = 0; i < sums.kCount; ++i) {
+      const F32 bias = set_f32(weights.bias[r * kMaxGroups + plan.group[vector(i)]]);
       I32 part[2];
-      natural_order(sum[r][k][0], sum[r][k][1], &part[0], &part[1]);
-      float* to = acc + r * plan.width + vector * kLanes;
-      KVQ_UNROLL for (int i = 0; i < 2; ++i) {
-        const I32 exact = Codec::kOffset && !GROUPS ? sub_i32(part[i], offset) : part[i];
-        const F32 before = fma(load_f32(to + i * kFloats), correction, bias);
-        store_f32(to + i * kFloats, fma(to_f32(exact), scale, before));
+      natural_order(sums.sum[r][i][0], sums.sum[r][i][1], &part[0], &part[1]);
+      float* to = acc + r * plan.width + vector(i) * kLanes;
+      KVQ_UNROLL for (int h = 0; h < 2; ++h) {
+        const I32 exact = Codec::kOffset ? sub_i32(part[h], zero_point) : part[h];
+        const F32 before = fma(load_f32(to + h * kFloats), correction, bias);
+        store_f32(to + h * kFloats, fma(to_f32(exact), scale, before));
       }
     }
   }
@@ -263,30 +263,35 @@ KVQ_NOINLINE void group_key_block(const Block& keys, const LanePlan& plan, const
   }
 }
 
-// Tiles of STEPS code vectors from step s on, then what is left in narrower ones.
-template <class Codec, int V, int ROWS, int STEPS, bool GROUPS>
-inline void value_tiles(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights,
-                        const int16_t* mantissa, float* acc, Ahead* ahead) {
+// Tiles of STEPS steps from step s on, then what is left in narrower ones.
+template <class Codec, int FIRST, int VECTORS, int ROWS, int STEPS, bool GROUPS>
+inline void value_tiles(const Block& values, int64_t s, const LanePlan& plan, const Weights& weights, float* acc,
+                        Ahead* ahead) {
   for (; s + STEPS <= plan.steps; s += STEPS) {
-    value_tile<Codec, V, ROWS, STEPS, GROUPS>(values, s, plan, weights, mantissa, acc, ahead);
+    value_tile<Codec, FIRST, VECTORS, ROWS, STEPS, GROUPS>(values, s, plan, weights, acc, ahead);
   }
   if constexpr (STEPS > 1) {
-    value_tiles<Codec, V, ROWS, STEPS / 2, GROUPS>(values, s, plan, weights, mantissa, acc, ahead);
+    value_tiles<Codec, FIRST, VECTORS, ROWS, STEPS / 2, GROUPS>(values, s, plan, weights, acc, ahead);
   }
 }
 
-template <class Codec, int V, int ROWS, bool GROUPS>
-KVQ_NOINLINE void value_vectors(const Block& values, const LanePlan& plan, const Weights& weights,
-                                const int16_t* mantissa, float* acc, Ahead* ahead) {
-  value_tiles<Codec, V, ROWS, tile_steps(ROWS), GROUPS>(values, 0, plan, weights, mantissa, acc, ahead);
+template <class Codec, int FIRST, int VECTORS, int ROWS, int STEPS, bool GROUPS>
+KVQ_NOINLINE void value_vectors(const Block& values, const LanePlan& plan, const Weights& weights, float* acc,
+                                Ahead* ahead) {
+  value_tiles<Codec, FIRST, VECTORS, ROWS, STEPS, GROUPS>(values, 0, plan, weights, acc, ahead);
 }
 
+// Both vectors of a step share its loads where the registers hold the sums of both.
 template <class Codec, int ROWS, bool GROUPS>
-inline void value_block(const Block& values, const LanePlan& plan, const Weights& weights, const int16_t* mantissa,
-                        float* acc, Ahead* ahead) {
-  value_vectors<Codec, 0, ROWS, GROUPS>(values, plan, weights, mantissa, acc, ahead);
-  if constexpr (Codec::kVectors == 2) {
-    value_vectors<Codec, 1, ROWS, GROUPS>(values, plan, weights, mantissa, acc, ahead);
+inline void value_block(const Block& values, const LanePlan& plan, const Weights& weights, float* acc, Ahead* ahead) {
+  constexpr int kVectors = tile_vectors(ROWS);
+  if constexpr (Codec::kVectors == 1) {
+    value_vectors<Codec, 0, 1, ROWS, kVectors, GROUPS>(values, plan, weights, acc, ahead);
+  } else if constexpr (kVectors > 1) {
+    value_vectors<Codec, 0, 2, ROWS, kVectors / 2, GROUPS>(values, plan, weights, acc, ahead);
+  } else {
+    value_vectors<Codec, 0, 1, ROWS, 1, GROUPS>(values, plan, weights, acc, ahead);
+    value_vectors<Codec, 1, 1, ROWS, 1, GROUPS>(values, plan, weights, acc, ahead);
   }
 }
 
