@@ -396,24 +396,21 @@ struct Attend {
   }
 
   // What scales the next block, which no stream of codes brings along. The address may lie past the cache.
-  void fetch(const PartT<const uint8_t>& part, int64_t row, int64_t offset, int64_t bytes) const {
-    const uintptr_t data = reinterpret_cast<uintptr_t>(part.data);
+  void fetch(const PartT<const uint8_t>& part, int64_t row, int64_t offset, int64_t bytes, Ahead* ahead) const {
     const int64_t at = unit.b * part.stride_batch + unit.h * part.stride_head + row * part.stride_row + offset;
-    for (int64_t i = 0; i < bytes && i < 4096; i += 64) {
-      prefetch(reinterpret_cast<const void*>(data + static_cast<uintptr_t>(at + i)));
-    }
+    ahead->also(reinterpret_cast<uintptr_t>(part.data) + static_cast<uintptr_t>(at), bytes);
   }
 
-  void fetch_scales(int64_t token) const {
+  void fetch_scales(int64_t token, Ahead* ahead) const {
     const SideFormat &key = p.format.key, &value = p.format.value;
     if (key.coding == Coding::kChannel) {
       const int64_t block = (token - p.format.sinks) / key.key_block, count = kBlockTokens / key.key_block;
       const int64_t bytes = p.head_dim * (key.narrow_scales ? 2 : 4);
-      fetch(p.key.scales, block, 0, (count - 1) * p.key.scales.stride_row + bytes);
-      fetch(p.key.zeros, block, 0, (count - 1) * p.key.zeros.stride_row + p.head_dim * 4);
+      fetch(p.key.scales, block, 0, (count - 1) * p.key.scales.stride_row + bytes, ahead);
+      fetch(p.key.zeros, block, 0, (count - 1) * p.key.zeros.stride_row + p.head_dim * 4, ahead);
     }
     if (value.coding == Coding::kGroup) {
-      for (int64_t i = 0; i < value.group_bytes(p.head_dim); ++i) fetch(p.value.scales, i, token, kBlockTokens);
+      for (int64_t i = 0; i < value.group_bytes(p.head_dim); ++i) fetch(p.value.scales, i, token, kBlockTokens, ahead);
     }
   }
 
@@ -434,7 +431,7 @@ struct Attend {
       Tokens block(keys, values, token);
       block.coded = frozen - token < 0 ? 0 : frozen - token < count ? frozen - token : count;
       load_scales(&block);
-      fetch_scales(token + kBlockTokens);
+      fetch_scales(token + kBlockTokens, &block.ahead);
       tiles(&block);
     }
   }

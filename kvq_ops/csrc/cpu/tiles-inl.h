@@ -32,7 +32,8 @@ struct Block {
 };
 
 // Fetches the next block while this one is worked on, from every page of it in turn: one sequential stream does not
-// reach a core's read bandwidth, since hardware prefetchers stop at the end of a page.
+// reach a core's read bandwidth, since hardware prefetchers stop at the end of a page. What scales the block comes in
+// between, line by line: many fetches at once would wait for each other.
 class Ahead {
  public:
   // The next block lies behind this one, in both sides.
@@ -43,7 +44,13 @@ class Ahead {
     for (due_ += bytes; due_ >= keys_.step + values_.step; due_ -= keys_.step + values_.step) {
       keys_.fetch();
       values_.fetch();
+      if (next_ < lines_) prefetch(reinterpret_cast<const void*>(line_[next_++]));
     }
+  }
+
+  // Another `bytes` bytes to fetch. The addresses may lie past the cache.
+  void also(uintptr_t address, int64_t bytes) {
+    for (int64_t i = 0; i < bytes && lines_ < kMaxLines; i += 64) line_[lines_++] = address + static_cast<uintptr_t>(i);
   }
 
  private:
@@ -65,8 +72,12 @@ class Ahead {
   };
   static constexpr int64_t kPage = 4096;
 
+  static constexpr int kMaxLines = 192;
+
   Pages keys_, values_;
   int64_t due_ = 0;
+  int next_ = 0, lines_ = 0;
+  uintptr_t line_[kMaxLines];
 };
 
 // logits[r * kBlockTokens + j + t] = query row r . key row j + t, for ROWS x TOKENS.
