@@ -18,7 +18,7 @@ from pathlib import Path
 CSRC = Path(__file__).parent.parent / "kvq_ops" / "csrc"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-# name: compiler prefix, flags, int16 lanes of a vector, key tokens of a tile of six rows, value steps of it, products
+# name: compiler prefix, flags, int16 lanes of a vector, key tokens of a tile of six rows, value vectors of it, products
 ISAS = {
     "avx2": ("", AVX2, 16, 2, 1, ("vpmaddwd",)),
     "avx512": ("", AVX512, 32, 4, 2, ("vpmaddwd",)),
@@ -76,14 +76,18 @@ def inner_loop(body: list[Instruction], products: tuple[str, ...]) -> list[Instr
 
 def cost(name: str, bits: int, side: str, code: dict[str, list[Instruction]]) -> tuple[float, float]:
     """Instructions and products of one side's inner loop for 32 codes and a row."""
-    _, _, lanes, tokens, steps, products = ISAS[name]
-    vectors = 1 if bits == 8 else 2
+    _, _, lanes, tokens, vectors, products = ISAS[name]
     if side == "key":
-        wanted, codes = rf"key_tile<.*Codec{bits}, {ROWS}, {tokens}>", tokens * lanes * vectors
+        arguments, codes = rf"{ROWS}, {tokens}>", tokens * lanes * (1 if bits == 8 else 2)
+        names = (rf"key_tile<.*Codec{bits}, {arguments}", rf"key_block<.*Codec{bits}, {ROWS}>")
     else:
-        wanted, codes = rf"value_tile<.*Codec{bits}, {vectors - 1}, {ROWS}, {steps}>", 2 * steps * lanes
-    blocks = wanted.replace("tile", "block").rsplit(",", 1)[0]
-    bodies = [body for function, body in code.items() if re.search(wanted, function) or re.search(blocks, function)]
+        # first vector, vectors of a step, rows, steps, groups
+        both = bits == 4 and vectors > 1
+        first = 1 if bits == 4 and not both else 0
+        arguments = f"{first}, {2 if both else 1}, {ROWS}, {vectors // 2 if both else vectors}, false>"
+        names = tuple(rf"{kind}<.*Codec{bits}, {arguments}" for kind in ("value_tile", "value_vectors"))
+        codes = 2 * vectors * lanes
+    bodies = [body for function, body in code.items() if any(re.search(one, function) for one in names)]
     loop = max((inner_loop(body, products) for body in bodies), key=lambda one: sum(i[1] in products for i in one))
     unit = codes * ROWS / 32
     return len(loop) / unit, sum(item[1] in products for item in loop) / unit

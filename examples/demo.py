@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
             "bars": {name: dict(checks) for name, checks in results.items()},
         }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0 if held else 1
 

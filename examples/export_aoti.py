@@ -287,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{table(rows)}\n\n{where(facts)}")
     if args.json:
         figures = {"machine": facts, "rows": [asdict(row) for row in rows]}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     missed = [row for row in rows if not row.holds]
     for row in missed:

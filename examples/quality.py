@@ -187,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bars": {name: dict(checks) for name, checks in results.items()},
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if args.picture:
         picture(rows, args.picture)
