@@ -2,8 +2,8 @@
 
 python -m benchmarks.record FOLDER > benchmarks/RESULTS.md
 
-FOLDER holds what --json wrote: attend.json, append.json, step.json, overhead.json, and instructions.md, what
-`python -m benchmarks.instructions` printed; each where there is one.
+FOLDER holds what --json wrote: attend.json and its like, formats.json, append.json, step.json, overhead.json, and
+instructions.md, what `python -m benchmarks.instructions` printed; each where there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import append_cpu, overhead, report, step
+from benchmarks import append_cpu, formats, overhead, report, step
 from benchmarks.common import describe
 from benchmarks.report import columns
 from benchmarks.summary import summary
@@ -46,8 +46,13 @@ def with_machine(body: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, A
     return lambda run: f"Command: `{run['command']}`\n\n{describe(run['machine'])}\n\n{body(run)}"
 
 
+FORMATS = with_machine(lambda run: columns(formats.HEADER, map(formats.shown, run["rows"])))
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attend": ("attend on the CPU", attend),
+    "attend_long": ("attend on the CPU, a long cache", attend),
+    "attend_hot": ("attend on the CPU, one cache, hot", attend),
+    "formats": ("attend by format", FORMATS),
+    "formats_avx2": ("attend by format on AVX2", FORMATS),
     "append": (
         "append on the CPU",
         with_machine(lambda run: columns(append_cpu.HEADER, map(append_cpu.shown, run["rows"]))),
