@@ -31,9 +31,6 @@ from examples.smollm2 import load_model
 FORMATS = ["int8", "int4_hq", "int8_kivi"]
 CACHES = ["buffers", "inputs"]
 MAX_BATCH = 64
-DIVERGENCE = {8: 5e-4, 4: 4e-3}
-"""By bits, the mean KL that stays open: sums in another order turn a few codes, which change what follows. Two orders
-of eager are 0.0002 (int8) and 0.0017 (int4_hq) apart over 256 tokens."""
 PROMPTS = ["The capital of Italy is Rome, a city that is known for", "Once upon a time, in a small village by the sea,"]
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -175,12 +172,19 @@ class Row:
     tokens_per_second: float
     steps: int
     agreement: Agreement
+    coding: float
+    """The mean KL in nats of eager over this cache from eager over the plain one: what the format costs this text."""
 
     @property
     def holds(self) -> bool:
-        format = kvq_ops.get_format(self.format)
-        bits = min(format.key.bits, format.value.bits)
-        return self.agreement.close and self.agreement.divergence < DIVERGENCE[bits]
+        """Sums in another order turn a few codes, these change the rows that follow, and soon the codes of eager and
+        package are two independent roundings of nearly the same rows: as far from each other as twice the format."""
+        return self.agreement.close and self.agreement.divergence <= 2 * self.coding
+
+
+def divergence(first: Generated, second: Generated) -> float:
+    """The mean KL of the second from the first, in nats."""
+    return mean(compare(first.logits.flatten(0, 1), second.logits.flatten(0, 1))[1]).value
 
 
 def judge(eager: Generated, package: Generated) -> Agreement:
@@ -189,8 +193,8 @@ def judge(eager: Generated, package: Generated) -> Agreement:
     difference = (eager.logits - package.logits).abs().amax(-1).T
     best = eager.logits.topk(2, -1).values
     tie = 2 * difference >= (best[..., 0] - best[..., 1]).T
-    divergence = mean(compare(eager.logits.flatten(0, 1), package.logits.flatten(0, 1))[1]).value
-    return Agreement(int(same.all(0).sum()), float(difference.max()), divergence, bool((same | tie).all()))
+    apart = divergence(eager, package)
+    return Agreement(int(same.all(0).sum()), float(difference.max()), apart, bool((same | tie).all()))
 
 
 class Exporter:
@@ -216,9 +220,11 @@ class Exporter:
                 compile_step(program, path, describe(self.model, batch, caches))
             self.seconds[path] = time.perf_counter() - begin
         prompt = self.prompt[:batch]
-        with self.console.stage(f"{name}: {self.args.tokens} tokens, eager and package"):
+        with self.console.stage(f"{name}: {self.args.tokens} tokens, eager, package and plain cache"):
             eager = generate(DecodeStep(self.model), prompt, self.args.tokens)
             package = generate(load_step(path, self.model, batch), prompt, self.args.tokens, eager.tokens)
+            self.model.setup_caches(batch, self.max_tokens, "plain")
+            plain = generate(DecodeStep(self.model), prompt, self.args.tokens, eager.tokens)
         self.console.line(repr(self.tokenizer.decode(package.tokens[0].tolist()[:24])))
         return Row(
             format=format,
@@ -230,13 +236,14 @@ class Exporter:
             tokens_per_second=package.tokens_per_second,
             steps=self.args.tokens,
             agreement=judge(eager, package),
+            coding=divergence(plain, eager),
         )
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     header = ["cache", "as", "batch", "compile s", "package MB", "tokens/s", "eager tokens/s"]
-    header += ["equal tokens", "largest logit difference", "mean KL"]
+    header += ["equal tokens", "largest logit difference", "mean KL", "KL of the format"]
     cells = [
         [
             row.format,
@@ -249,6 +256,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.agreement.same}/{row.steps}",
             f"{row.agreement.difference:.2g}",
             f"{row.agreement.divergence:.2g}",
+            f"{row.coding:.2g}",
         ]
         for row in rows
     ]
@@ -291,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     missed = [row for row in rows if not row.holds]
     for row in missed:
-        print(f"missed: {row.format}, {row.caches}, batch {row.batch}: more than the order of sums would change")
+        print(
+            f"missed: {row.format}, {row.caches}, batch {row.batch}: further from eager than two roundings of the same rows"
+        )
     return 1 if missed else 0
 
 
