@@ -84,7 +84,8 @@ clean:
 
 # Ninja compiles what changed; `touch` settles the order where it finds that nothing did. The folders are there for
 # sources that vanish.
-$(LIBRARY): $(CSRC) $(CSRC)/cpu $(CSRC)/CMakeLists.txt $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/cpu/*.h $(CSRC)/cpu/*.cpp) \
+$(LIBRARY): $(CSRC) $(CSRC)/cpu $(CSRC)/shims $(CSRC)/CMakeLists.txt \
+  $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/cpu/*.h $(CSRC)/cpu/*.cpp $(CSRC)/shims/*.cpp) \
   $(STAMPS)/build $(TORCH_STAMP)
 	$(BIN)/cmake --log-level=WARNING -S $(CSRC) -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -DKVQ_WERROR=$(WERROR)

@@ -300,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = [row for row in rows if not row.holds]
     for row in missed:
         print(
-            f"missed: {row.format}, {row.caches}, batch {row.batch}: further from eager than two roundings of the same rows"
+            f"missed: {row.format}, {row.caches}, batch {row.batch}: "
+            "further from eager than two roundings of the same rows"
         )
     return 1 if missed else 0
 

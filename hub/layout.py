@@ -50,7 +50,7 @@ def sources() -> Iterator[tuple[str, Path]]:
         if path != PACKAGE / "_ops.py":
             yield f"torch-ext/kvq_ops/{path.relative_to(PACKAGE).as_posix()}", path
     for path in sorted([*PACKAGE.glob("csrc/**/*.h"), *PACKAGE.glob("csrc/**/*.cpp")]):
-        if path.name != "shims.cpp":  # its functions have one name each, so only the pip package's library has them
+        if "shims" not in (path.stem, path.parent.name):  # functions of one name each: only the pip package has them
             yield path.relative_to(PACKAGE).as_posix(), path
 
 
@@ -72,7 +72,8 @@ def compile_library(target: Path, name: str) -> None:
     command = entries[PACKAGE / "csrc/library.cpp"]
     flags = command[1 : command.index("-o")]
     includes = [f"-I{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030a0000", f"-DTORCH_EXTENSION_NAME={name}"]
-    objects = [path for path in NATIVE.glob("CMakeFiles/*/**/*.o") if path.name not in ("library.cpp.o", "shims.cpp.o")]
+    replaced = ("library.cpp.o", "shims.cpp.o", "forward.cpp.o")
+    objects = [path for path in NATIVE.glob("CMakeFiles/*/**/*.o") if path.name not in replaced]
     for source in (PACKAGE / "csrc/library.cpp", ROOT / "hub/torch-ext/torch_binding.cpp"):
         objects.append(target.with_suffix(f".{source.stem}.o"))
         subprocess.run([command[0], *flags, *includes, "-c", source, "-o", objects[-1]], check=True)

@@ -20,6 +20,8 @@ from .format import SCHEMA_VERSION
 __all__ = ["LIBRARY", "MIN_TORCH", "library_path", "load"]
 
 LIBRARY = "_kvq_ops.abi3.so"
+SHIMS = "_kvq_shims.so"
+"""Beside the library: what compiled packages call, in a library of its own that needs no other (csrc/shims)."""
 MIN_TORCH = (2, 11)
 """The stable ABI that the library is built for; csrc/CMakeLists.txt sets the same."""
 
@@ -50,7 +52,6 @@ def load(namespace: str) -> Path:
         problem = file_problem(path)
         if problem is None:
             torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # packages find what csrc/exports.map names
     except OSError as error:
         problem = f"a file that does not load: {error.__cause__ or error}"  # torch hides the loader's words there
     if problem is not None:
@@ -62,7 +63,22 @@ def load(namespace: str) -> Path:
     version = ops.schema_version()
     if version != SCHEMA_VERSION:
         raise _error([path], f"a library of schema version {version}; these sources are of {SCHEMA_VERSION}", _BUILD)
+    if path.name == LIBRARY:  # a build for the Hub has no shims
+        _open_shims(path)
     return path
+
+
+def _open_shims(path: Path) -> None:
+    """Lets compiled packages find the library's C functions, without putting torch's own names before those of other
+    extension modules, as opening the library itself with ``RTLD_GLOBAL`` would."""
+    shims = path.with_name(SHIMS)
+    try:
+        door = ctypes.CDLL(str(shims), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise _error([shims], f"nothing that loads: {error}", _BUILD) from None
+    library = ctypes.CDLL(str(path))
+    names = ("append", "attend", "attend_lse")
+    door.kvq_open_shims(*(ctypes.cast(library[f"aoti_torch_cpu_{name}"], ctypes.c_void_p) for name in names))
 
 
 def torch_problem(version: str) -> str | None:

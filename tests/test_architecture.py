@@ -33,7 +33,7 @@ CPP_FLOORS = [
     r"cpu/\w+\.(h|cpp)",
     r"checks\.h",
     r"(?!library\.)\w+\.(h|cpp)",
-    r"library\.cpp",
+    r"library\.cpp|shims/\w+\.cpp",
 ]
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2)/")
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import run_python
 
 import kvq_ops
 from kvq_ops import native
 from kvq_ops.format import SCHEMA_VERSION
-from kvq_ops.native import LIBRARY, MIN_TORCH, file_problem, library_path, torch_problem
+from kvq_ops.native import LIBRARY, MIN_TORCH, SHIMS, file_problem, library_path, torch_problem
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
@@ -81,6 +82,18 @@ def test_nothing_but_torch_is_exported():
     }
 
 
+def test_torch_stays_out_of_the_global_scope():
+    """Where its names would come before those that other extension modules carry with them; of ours three are there."""
+    code = """
+import ctypes, kvq_ops
+everyone = ctypes.CDLL(None)
+names = ("aoti_torch_cpu_append", "aoti_torch_cpu_attend", "aoti_torch_cpu_attend_lse", "aoti_torch_new_tensor_handle")
+print([hasattr(everyone, name) for name in names])
+"""
+    run = run_python(code)
+    assert run.stdout == "[True, True, True, False]\n", run.stderr
+
+
 def test_needs_torch_and_names_no_folder():
     dynamic = binutil("readelf", "-d", "-W", library_path())
     assert "libtorch_cpu.so" in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
@@ -144,6 +157,13 @@ def message(package: Path, found: str) -> str:
 
 def test_library_missing(bare_package):
     assert import_error(bare_package) == message(bare_package, "nothing")
+
+
+def test_shims_missing(bare_package):
+    """The second library, which compiled packages need."""
+    shutil.copy(library_path(), bare_package / LIBRARY)
+    said = import_error(bare_package)
+    assert f"looked for: {bare_package / SHIMS}\n  found: nothing that loads: " in said
 
 
 def test_library_is_no_library(bare_package):

@@ -42,7 +42,7 @@ def test_wheel(tmp_path):
         path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file()
     }
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvq_ops").rglob("*.py")}
-    built = {"kvq_ops/_kvq_ops.abi3.so", "kvq_ops/py.typed"}
+    built = {"kvq_ops/_kvq_ops.abi3.so", "kvq_ops/_kvq_shims.so", "kvq_ops/py.typed"}
     assert {name for name in files if "dist-info" not in name} == sources | built
     metadata = (tmp_path / "site/kvq_ops-0.1.0.dist-info/METADATA").read_text()
     assert "Requires-Dist: torch>=2.11\n" in metadata

@@ -38,9 +38,9 @@ C_SHIMS: dict[Any, list[str]] = {
     if not op.namespace.startswith("_")
 }
 """For Inductor's ``aot_inductor.custom_ops_to_c_shims``: an AOTInductor package for the CPU then calls the library's C
-functions, some microseconds a call faster than through torch's dispatcher. For torch 2.13 and newer; whoever loads the
-package opens the library first, with ``RTLD_GLOBAL``, as ``import kvq_ops`` does. Empty in a build for the Hub, whose
-library is not to be seen by others."""
+functions, some microseconds a call faster than through torch's dispatcher. For torch 2.13 and newer. Whoever loads the
+package has imported kvq_ops or, without Python, opened the library with ``RTLD_GLOBAL``. Empty in a build for the Hub,
+whose library is not to be seen by others."""
 
 
 def check_package(metadata: Mapping[str, str | bytes]) -> None:
