@@ -33,7 +33,7 @@ Written by `python -m benchmarks.record` from the runs below; `make bench` makes
 - onnxruntime and OpenVINO append the newest token inside the timed call; the others attend only.
 - Peers come from PyPI's wheels. Those of ik_llama.cpp and llama.cpp are AVX2 builds; the others use what the CPU has.
   vLLM's CPU backend has no int8 or int4 cache. llama-cpp-python and ggml-python have no wheels, so xllamacpp stands for
-  llama.cpp.
+  llama.cpp. [BOUNDS.md](BOUNDS.md) says what bounds the figures that miss their targets, and what was tried.
 """
 
 

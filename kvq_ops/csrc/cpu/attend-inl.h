@@ -287,8 +287,8 @@ struct Attend {
         std::memcpy(visible_zeros, zeros, static_cast<size_t>(seen[r]) * sizeof(float));
         zeros = visible_zeros;
       }
-      softmax_row(logits + r * kBlockTokens, block->value_scale, zeros, seen[r], sums, unit.partial + row + r,
-                  &weights, r);
+      softmax_row(logits + r * kBlockTokens, block->value_scale, zeros, seen[r], sums, unit.partial + row + r, &weights,
+                  r);
     }
     if (format.coding == Coding::kGroup) {
       const int64_t groups = format.groups(p.head_dim);

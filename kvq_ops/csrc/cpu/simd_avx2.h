@@ -164,9 +164,7 @@ inline F32 scale_by_power(F32 x, I32 n) {
 }
 template <int N>
 inline F32 swap(F32 x) {
-  return N == 1   ? _mm256_permute_ps(x, 0xb1)
-         : N == 2 ? _mm256_permute_ps(x, 0x4e)
-                  : _mm256_permute2f128_ps(x, x, 1);
+  return N == 1 ? _mm256_permute_ps(x, 0xb1) : N == 2 ? _mm256_permute_ps(x, 0x4e) : _mm256_permute2f128_ps(x, x, 1);
 }
 inline float reduce_add(F32 x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

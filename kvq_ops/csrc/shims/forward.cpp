@@ -7,8 +7,8 @@
 namespace {
 
 using Thirteen = int32_t (*)(void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*);
-using Fourteen =
-    int32_t (*)(void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*);
+using Fourteen = int32_t (*)(void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*,
+                             void*);
 
 Thirteen append = nullptr, attend = nullptr;
 Fourteen attend_lse = nullptr;
