@@ -378,8 +378,13 @@ for skipped in ((), (1,)):
     assert model.config._attn_implementation == name
     assert torch.equal(hub, logits("kvq", kv.KVQCache(model.config, 64, "int8_hq", skip_layers=skipped))[1])
 expected_tokens, expected = logits("sdpa", DynamicCache(config=model.config))
-assert torch.equal(tokens, expected_tokens)
-print(float((hub - expected).norm() / expected.norm()))
+# A row is judged until its first other token, which must have been a near tie.
+equal = (tokens == expected_tokens)[:, ids.size(1):].T
+same_past = torch.cat([torch.ones_like(equal[:1]), equal[:-1].cumprod(0).bool()])
+best = expected.topk(2, -1).values
+tie = best[..., 0] - best[..., 1] <= 2 * (hub - expected).abs().amax(-1)
+assert (equal | tie)[same_past].all() and same_past[-1].sum() >= 2, (tokens, expected_tokens)
+print(float((hub - expected)[same_past].norm() / expected[same_past].norm()))
 
 model.set_attn_implementation(name, allow_all_kernels=True)
 whole = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
