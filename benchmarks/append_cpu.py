@@ -17,7 +17,7 @@ import torch
 from benchmarks import bandwidth
 from benchmarks.common import COLD_BYTES, GEOMETRIES, Case, command, csv, describe, geometries, machine, save
 from benchmarks.peers.kvq import cache
-from benchmarks.report import columns, milliseconds
+from benchmarks.report import columns, milliseconds, spread
 from benchmarks.timing import Entry, Timing, measure
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,9 +86,8 @@ def shown(row: dict[str, Any]) -> list[str]:
     share = "-" if row["of attend"] is None else f"{row['of attend']:.1%}"
     bandwidth_share = "-" if row["of copy bandwidth"] is None else f"{row['of copy bandwidth']:.2f}"
     rate = f"{row['moved'] / row['median'] / 1e9:.1f}" if row["moved"] else "-"
-    spread = f"±{row['iqr'] / row['median'] / 2:.0%}"
     facts = [row["what"], row["geometry"], str(row["threads"]), row["format"], row["input"]]
-    return [*facts, milliseconds(row["median"]), spread, rate, share, bandwidth_share]
+    return [*facts, milliseconds(row["median"]), spread(row["median"], row["iqr"]), rate, share, bandwidth_share]
 
 
 HEADER = ["", "geometry", "threads", "format", "input", "ms", "spread", "GB/s moved", "of attend", "of copy bandwidth"]

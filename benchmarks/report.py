@@ -109,6 +109,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 1e-2 else f"{seconds * 1e3:.1f}"
 
 
+def spread(median: float, iqr: float) -> str:
+    """Half the interquartile range in percent of the median."""
+    return f"±{iqr / median / 2:.0%}"
+
+
 def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
@@ -196,7 +201,7 @@ def times_cell(row: Row | None, by_cell: dict[Any, Cell]) -> str:
     """Median with half the interquartile range, and the ratio to the int8 floor."""
     if row is None:
         return "-"
-    return f"{milliseconds(row.median)} ±{row.iqr / row.median / 2:.0%} ({times(by_cell[row.cell].int8_floor(row))})"
+    return f"{milliseconds(row.median)} {spread(row.median, row.iqr)} ({times(by_cell[row.cell].int8_floor(row))})"
 
 
 COMPARISONS: dict[str, Callable[[Cell, Row], float | None]] = {

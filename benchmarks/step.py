@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command, csv, describe, machine, save
-from benchmarks.report import columns, milliseconds
+from benchmarks.report import columns, milliseconds, spread
 from benchmarks.timing import Entry, measure
 from examples.llama import PLAIN, Llama, LlamaConfig
 
@@ -96,9 +96,15 @@ def rows(name: str, dtype: str, lengths: list[int], arguments: argparse.Namespac
 
 def shown(row: dict[str, Any]) -> list[str]:
     facts = [f"{row['model']} {row['dtype']}", str(row["tokens"]), str(row["threads"]), row["cache"]]
-    spread = f"±{row['iqr'] / row['median'] / 2:.0%}"
     rate = f"{1 / row['median']:.1f}"
-    return [*facts, f"{row['nbytes'] / 2**20:.1f}", milliseconds(row["median"]), spread, rate, f"{row['speedup']:.2f}x"]
+    return [
+        *facts,
+        f"{row['nbytes'] / 2**20:.1f}",
+        milliseconds(row["median"]),
+        spread(row["median"], row["iqr"]),
+        rate,
+        f"{row['speedup']:.2f}x",
+    ]
 
 
 HEADER = ["model", "tokens", "threads", "cache", "cache MiB", "ms a step", "spread", "tokens/s", "vs plain"]

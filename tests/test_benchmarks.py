@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import append_cpu, attend_cpu, overhead, report
+from benchmarks import append_cpu, attend_cpu, formats, overhead, report
 from benchmarks.common import GEOMETRIES, Case
 from benchmarks.summary import summary
 from benchmarks.timing import Entry, Timing, measure
@@ -116,6 +116,15 @@ def test_append() -> None:
     assert prefill["moved"] == 2 * 8 * 128 * (2 * 128 + 128 + 4)
     assert prefill["of copy bandwidth"] > 0
     assert found["int4", "fp32", "append 1 row"]["of attend"] > 0
+
+
+def test_formats() -> None:
+    chosen = ["--geometry", "G1", "--tokens", "192", "--footprint", "1", "--format", "int4_hq,int4"]
+    base, other = formats.main([*chosen, *TINY])
+    assert (base["format"], base["ratio"], base["of base bytes"]) == ("int4", None, 1)
+    assert other["format"] == "int4_hq"
+    assert other["ratio"] > 0
+    assert base["nbytes"] == 8 * 192 * 2 * (64 + 4) + 4  # one length
 
 
 def test_overhead() -> None:
